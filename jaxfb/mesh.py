@@ -7,11 +7,12 @@ context axis as a further one; see `with_context`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxfb.platforms import cpu
@@ -27,6 +28,8 @@ SHARD_AXES = ("fsdp", EXPERT, ROWS, "context")
 Experts differ along `expert`, so that this axis shares out only the parameters that are not experts'.
 """
 AUTOMATIC_AXES = ("tensor",)
+GPUS = ("cuda", "rocm")
+"""The platforms that a device of platform "gpu" can have in `lax.platform_dependent`."""
 _MOST_SIMULATED = 1024
 
 
@@ -134,6 +137,18 @@ def platform_here() -> str:
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform
+
+
+def by_platform(*args: Any, default: Callable, **ways: Callable) -> Any:
+    """Returns what `lax.platform_dependent` does; in a mesh, ways of platforms that its devices do not have are left out.
+
+    They would be traced for nothing, which with experts is a fifth to a quarter of a step's tracing.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None:
+        here = GPUS if device.platform in ("gpu", *GPUS) else (device.platform,)
+        ways = {platform: way for platform, way in ways.items() if platform in here}
+    return lax.platform_dependent(*args, **ways, default=default)
 
 
 def kind_here() -> str | None:

@@ -4,11 +4,9 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from jax import lax
 
+from jaxfb.mesh import by_platform
 from jaxfb.models import grouped_matmul
-
-platform_dependent = lax.platform_dependent
 
 
 def use_kernels_of_gpus(monkeypatch):
@@ -20,6 +18,6 @@ def use_kernels_of_gpus(monkeypatch):
 
     def choose(*arguments, **platforms):
         cuda = platforms.get("cuda")
-        return cuda(*arguments) if cuda else platform_dependent(*arguments, **platforms)
+        return cuda(*arguments) if cuda else by_platform(*arguments, **platforms)
 
-    monkeypatch.setattr(lax, "platform_dependent", choose)
+    monkeypatch.setattr(grouped_matmul, "by_platform", choose)

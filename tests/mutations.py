@@ -542,6 +542,20 @@ MUTATIONS = (
         "test_gradients.py::test_norm_is_taken_in_at_least_float32",
     ),
     Mutation(
+        "ways_of_other_platforms_in_a_mesh",
+        "mesh.py",
+        "for platform, way in ways.items() if platform in here}",
+        "for platform, way in ways.items()}",
+        "test_mesh.py::test_in_a_mesh_only_what_its_devices_can_run_is_traced",
+    ),
+    Mutation(
+        "zeros_and_ones_for_parameters_that_are_not_finite",
+        "update/attempt.py",
+        "jnp.sum(~jnp.isfinite(jnp.where(jnp.isfinite(update), new, old)), dtype=jnp.float32)",
+        "jnp.sum(jnp.where(jnp.isfinite(jnp.where(jnp.isfinite(update), new, old)), 0.0, 1.0))",
+        "update/test_step_program.py::test_parameters_that_are_not_finite_are_counted_without_an_array_of_zeros",
+    ),
+    Mutation(
         "loss_unguarded",
         "update/attempt.py",
         "NonFinite(~jnp.isfinite(loss),",

@@ -11,6 +11,7 @@ import jaxfb
 from jaxfb.mesh import (
     AXES,
     axis_size,
+    by_platform,
     check_mesh,
     data_parallel,
     manual_axes,
@@ -172,3 +173,18 @@ def test_sizes_that_are_no_axes_of_the_interconnect_split_them(monkeypatch):
     monkeypatch.setattr(mesh_utils, "create_device_mesh", create)
     arranged(SIZES | {"data": 8}, [Gpu(k) for k in range(8)])
     assert asked == [False, True]
+
+
+def test_in_a_mesh_only_what_its_devices_can_run_is_traced():
+    traced = []
+
+    def way(name):
+        return lambda x: traced.append(name) or x
+
+    ways = {name: way(name) for name in ("cpu", "cuda", "tpu", "default")}
+    jax.make_jaxpr(lambda x: by_platform(x, **ways))(1.0)
+    assert sorted(set(traced)) == sorted(ways)
+    traced.clear()
+    with jax.set_mesh(jaxfb.make_mesh(data=2)):
+        assert jax.jit(lambda x: by_platform(x, **ways))(1.0) == 1
+    assert set(traced) == {"cpu", "default"}

@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jaxfb.hlo import FIRST_TURNS
-from jaxfb.mesh import platform_here
+from jaxfb.mesh import GPUS, by_platform, platform_here
 from jaxfb.models.tiles import Tiles
 from jaxfb.parallel.expert_exchange import or_empty
 from jaxfb.platforms.compat import custom_vjp
@@ -29,7 +29,6 @@ from jaxfb.platforms.compat import custom_vjp
 TILE, TILE_OF_GPUS = 1024, 2048
 """Rows at most. They must cost more to multiply than it costs to read and write a matrix' gradient, which GPUs do three
 times for a tile: by XLA's compiler a step of Mixtral 8x22B on 128 H100 took 32.8 s in place of 36.8 s with 1024."""
-GPUS = ("cuda", "rocm")
 KEPT = "grouped_matmul"
 """The products' name for `remat`, which sees no product inside of a branch by platform."""
 
@@ -126,7 +125,7 @@ def _product(rows, kernels, sizes, transposed=False):
         ways = {platform: _of_transposed(way) for platform, way in ways.items()}
     if gpu_kernels := _gpu_kernels_for(rows, kernels.shape):
         ways["cuda"] = partial(gpu_kernels.product, transposed=transposed)
-    return lax.platform_dependent(rows, kernels, sizes, **ways)
+    return by_platform(rows, kernels, sizes, **ways)
 
 
 def _of_transposed(multiply):
@@ -138,7 +137,7 @@ def _outer_product(rows, cotangent, sizes, sums, begun):
     ways: dict[str, Callable] = dict.fromkeys(GPUS, partial(tiled_outer_product, most=TILE_OF_GPUS))
     if gpu_kernels := _gpu_kernels_for(rows, sums.shape):
         ways["cuda"] = gpu_kernels.outer_product
-    return lax.platform_dependent(rows, cotangent, sizes, sums, begun, **ways, default=tiled_outer_product)
+    return by_platform(rows, cotangent, sizes, sums, begun, **ways, default=tiled_outer_product)
 
 
 def _gpu_kernels_for(rows, shape):

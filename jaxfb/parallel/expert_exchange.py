@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
+from jaxfb.mesh import by_platform
 from jaxfb.platforms.compat import custom_vjp
 
 PyTree = Any
@@ -189,7 +190,7 @@ def route(rows: jax.Array, window: Window, into: jax.Array) -> jax.Array:
         return here.reshape(into.shape)
 
     with jax.named_scope("expert_send"):
-        return lax.platform_dependent(rows, into, cpu=padded, default=ragged)
+        return by_platform(rows, into, cpu=padded, default=ragged)
 
 
 def route_back(answers: jax.Array, window: Window, into: jax.Array) -> jax.Array:
@@ -216,7 +217,7 @@ def route_back(answers: jax.Array, window: Window, into: jax.Array) -> jax.Array
         return back.reshape(into.shape)
 
     with jax.named_scope("expert_bring_back"):
-        return lax.platform_dependent(answers, into, cpu=padded, default=ragged)
+        return by_platform(answers, into, cpu=padded, default=ragged)
 
 
 def _runs(start, sent):

@@ -11,7 +11,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxfb.models.grouped_matmul import GPUS, TILE, TILE_OF_GPUS, tile_size
+from jaxfb.mesh import GPUS
+from jaxfb.models.grouped_matmul import TILE, TILE_OF_GPUS, tile_size
 from jaxfb.models.moe import how_dispatched
 from jaxfb.models.piece_attention import block_of_keys
 from jaxfb.parallel.expert import Space, spaces
@@ -88,7 +89,7 @@ def _spaces(job: Job) -> list[Space]:
 def equations(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
     """Yields (equation, how often it runs) of a jaxpr and of the programs of its calls, loops and branches.
 
-    A kernel is one equation; of `lax.platform_dependent`, the branch of any platform.
+    A kernel is one equation; of `by_platform`, the branch of any platform.
     """
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield eqn, times

@@ -98,7 +98,6 @@ def test_the_backward_of_a_layer_keeps_products_in_bfloat16_and_nothing_else(pro
     assert widths == sorted([hidden, hidden, kv, kv, hidden, mlp, mlp])
 
 
-@pytest.mark.slow
 def test_parameters_that_are_not_finite_are_counted_without_an_array_of_zeros():
     """XLA for GPUs would share such an array with the sums of gradients and keep it through all microbatches."""
     leaf = jax.ShapeDtypeStruct((4, 6), jnp.float32)
@@ -107,6 +106,7 @@ def test_parameters_that_are_not_finite_are_counted_without_an_array_of_zeros():
     assert not [eqn for eqn in eqns if eqn.primitive.name == "broadcast_in_dim"]
 
 
+@pytest.mark.slow
 def test_the_state_is_updated_where_it_is():
     step, state, batch = traced()
     compiled = step.lower(state, batch).compile()
