@@ -140,7 +140,7 @@ def platform_here() -> str:
 
 
 def by_platform(*args: Any, default: Callable, **ways: Callable) -> Any:
-    """Returns what `lax.platform_dependent` does; in a mesh, ways of platforms that its devices do not have are left out.
+    """Returns what `lax.platform_dependent` does; in a mesh, without the ways of platforms other than its devices'.
 
     They would be traced for nothing, which with experts is a fifth to a quarter of a step's tracing.
     """
