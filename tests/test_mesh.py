@@ -1,6 +1,7 @@
 """Axis sizes against devices: what fits, what is refused and what is offered instead."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -188,3 +189,13 @@ def test_in_a_mesh_only_what_its_devices_can_run_is_traced():
     with jax.set_mesh(jaxfb.make_mesh(data=2)):
         assert jax.jit(lambda x: by_platform(x, **ways))(1.0) == 1
     assert set(traced) == {"cpu", "default"}
+
+
+@pytest.mark.parametrize(
+    "platform, kept", [("gpu", {"cuda", "rocm"}), ("cuda", {"cuda", "rocm"}), ("tpu", {"tpu"})]
+)
+def test_gpus_are_known_by_each_of_their_names(platform, kept, monkeypatch):
+    mesh = SimpleNamespace(abstract_device=SimpleNamespace(platform=platform))
+    monkeypatch.setattr(jax.sharding, "get_abstract_mesh", lambda: mesh)
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *_, default, **ways: set(ways))
+    assert by_platform(default=None, **dict.fromkeys(("cpu", "cuda", "rocm", "tpu"))) == kept

@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jaxfb.hlo import FIRST_TURNS
-from jaxfb.mesh import GPUS, by_platform, platform_here
+from jaxfb.mesh import GPU_PLATFORMS, by_platform, platform_here
 from jaxfb.models.tiles import Tiles
 from jaxfb.parallel.expert_exchange import or_empty
 from jaxfb.platforms.compat import custom_vjp
@@ -119,7 +119,7 @@ _multiply.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _product(rows, kernels, sizes, transposed=False):
-    ways: dict[str, Callable] = dict.fromkeys(GPUS, partial(tiled_product, most=TILE_OF_GPUS))
+    ways: dict[str, Callable] = dict.fromkeys(GPU_PLATFORMS, partial(tiled_product, most=TILE_OF_GPUS))
     ways |= {"cpu": tiled_product, "default": lax.ragged_dot}
     if transposed:
         ways = {platform: _of_transposed(way) for platform, way in ways.items()}
@@ -134,7 +134,7 @@ def _of_transposed(multiply):
 
 
 def _outer_product(rows, cotangent, sizes, sums, begun):
-    ways: dict[str, Callable] = dict.fromkeys(GPUS, partial(tiled_outer_product, most=TILE_OF_GPUS))
+    ways: dict[str, Callable] = dict.fromkeys(GPU_PLATFORMS, partial(tiled_outer_product, most=TILE_OF_GPUS))
     if gpu_kernels := _gpu_kernels_for(rows, sums.shape):
         ways["cuda"] = gpu_kernels.outer_product
     return by_platform(rows, cotangent, sizes, sums, begun, **ways, default=tiled_outer_product)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxfb.mesh import GPUS
+from jaxfb.mesh import GPU_PLATFORMS
 from jaxfb.models.grouped_matmul import TILE, TILE_OF_GPUS, tile_size
 from jaxfb.models.moe import how_dispatched
 from jaxfb.models.piece_attention import block_of_keys
@@ -56,7 +56,7 @@ def routed(job: Job, jaxpr: Any) -> Routed:
     share = sum(one.even for one in room) / sum(one.rows for one in room)
     used = {one.rows: one.even / one.rows for one in room}
     devices: Any = job.mesh.devices
-    most = TILE_OF_GPUS if devices.flat[0].platform in ("gpu", *GPUS) else TILE
+    most = TILE_OF_GPUS if devices.flat[0].platform in ("gpu", *GPU_PLATFORMS) else TILE
     turns = [
         (space, used.get(space, share) * space / tile_size(space, groups, most) + groups / 2)
         for (space, *_), _, (groups, *_), *_ in found
