@@ -6,7 +6,7 @@ Shapes: R = rows, T = tokens of a row, D = hidden_size, E = num_experts.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -120,13 +120,12 @@ def init_module(module: Callable[..., nnx.Module], config: TransformerConfig) ->
 
 
 def rebuilder(module: Callable[..., nnx.Module], config: TransformerConfig) -> Callable[..., Any]:
-    """Returns a function from a module's dict of arrays to the module; its structure is found once, abstractly.
+    """Returns a function from a module's dict of arrays to the module.
 
     Arrays in the dict that are not the module's own are left out, but for those of adapters where the config has some.
     A second argument is the keys of the rows, which the adapters' dropout draws from.
     """
-    graph, state = nnx.split(nnx.eval_shape(lambda: module(config, rngs=nnx.Rngs(0))))
-    own, adapters = nnx.to_pure_dict(state), lora_of(config)
+    (graph, own), adapters = _structure(module, config), lora_of(config)
 
     def rebuild(params: Mapping, keys: jax.Array | None = None) -> Any:
         module = nnx.merge(graph, _own(params, own))
@@ -135,6 +134,13 @@ def rebuilder(module: Callable[..., nnx.Module], config: TransformerConfig) -> C
         return module
 
     return rebuild
+
+
+@lru_cache(maxsize=128)
+def _structure(module: Callable[..., nnx.Module], config: TransformerConfig) -> tuple[nnx.GraphDef, dict]:
+    """Returns (what a module is without its arrays, their shapes): found once, abstractly, for equal configs."""
+    graph, state = nnx.split(nnx.eval_shape(lambda: module(config, rngs=nnx.Rngs(0))))
+    return graph, nnx.to_pure_dict(state)
 
 
 def _own(params: Mapping, like: Mapping) -> dict:
