@@ -3,8 +3,10 @@
 import os
 from pathlib import Path
 
+import program_cache
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".cache" / "jax"))
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(program_cache.directory()))
 # most programs of a test are small ones, of single operations: kept as well, they come back in every file and run
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 # XLA carries the lines of Python that made an operation through all its passes, which no test reads: without them a
@@ -26,7 +28,9 @@ from jaxfb.parallel import collectives  # noqa: E402
 from jaxfb.registry import Registry  # noqa: E402
 from jaxfb.schedules import KINDS  # noqa: E402
 
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags(devices=8)}"
+given = os.environ.get("XLA_FLAGS", "")
+if flags(devices=8) not in given:  # a process that pytest-xdist starts has them already; kept programs go by this text
+    os.environ["XLA_FLAGS"] = f"{given} {flags(devices=8)}".strip()
 jaxfb.platforms.cpu.prepare()
 jax.config.update("jax_enable_x64", True)
 gc.set_threshold(100_000, 20, 20)  # tracing makes many small objects, few of them garbage
@@ -65,6 +69,13 @@ def names_of_one_file():
 def golden():
     """golden("hf_schedules.json") -> the parsed file."""
     return lambda name: json.loads((GOLDEN / name).read_text())
+
+
+def pytest_sessionfinish(session):
+    """Old programs are removed once, by the process that all others belong to."""
+    kept = Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
+    if not hasattr(session.config, "workerinput") and kept == program_cache.directory():
+        program_cache.remove_old(kept)
 
 
 def pytest_collection_modifyitems(items):

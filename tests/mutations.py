@@ -1610,8 +1610,7 @@ def copy_with(mutation: Mutation | None, directory: Path) -> None:
 
 def run(tests: list[str], directory: Path, seconds: float = 600) -> tuple[int, str]:
     """(exit status, end of the output) of pytest on these tests of a copy."""
-    cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
-    environment = {**os.environ, "PYTHONPATH": str(directory), "JAX_COMPILATION_CACHE_DIR": cache}
+    environment = {**os.environ, "PYTHONPATH": str(directory)}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider"]
     command += [f"tests/{test}" for test in tests]
     try:
