@@ -29,7 +29,8 @@ from jaxfb.registry import Registry  # noqa: E402
 from jaxfb.schedules import KINDS  # noqa: E402
 
 given = os.environ.get("XLA_FLAGS", "")
-if flags(devices=8) not in given:  # a process that pytest-xdist starts has them already; kept programs go by this text
+# a process that pytest-xdist starts has them already, and a kept program is found by the whole text
+if flags(devices=8) not in given:
     os.environ["XLA_FLAGS"] = f"{given} {flags(devices=8)}".strip()
 jaxfb.platforms.cpu.prepare()
 jax.config.update("jax_enable_x64", True)
