@@ -29,7 +29,8 @@ from jaxfb.registry import Registry  # noqa: E402
 from jaxfb.schedules import KINDS  # noqa: E402
 
 given = os.environ.get("XLA_FLAGS", "")
-# a process that pytest-xdist starts has them already, and a kept program is found by the whole text
+# The workers of pytest-xdist inherit these flags. Given twice they would be another text, and JAX finds kept programs by
+# that text too.
 if flags(devices=8) not in given:
     os.environ["XLA_FLAGS"] = f"{given} {flags(devices=8)}".strip()
 jaxfb.platforms.cpu.prepare()
@@ -73,7 +74,7 @@ def golden():
 
 
 def pytest_sessionfinish(session):
-    """Old programs are removed once, by the process that all others belong to."""
+    """Removes old programs once: in the process that started the workers of pytest-xdist, not in each of them."""
     kept = Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
     if not hasattr(session.config, "workerinput") and kept == program_cache.directory():
         program_cache.remove_old(kept)

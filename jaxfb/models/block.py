@@ -138,7 +138,7 @@ def rebuilder(module: Callable[..., nnx.Module], config: TransformerConfig) -> C
 
 @lru_cache(maxsize=128)
 def _structure(module: Callable[..., nnx.Module], config: TransformerConfig) -> tuple[nnx.GraphDef, dict]:
-    """Returns (what a module is without its arrays, their shapes): found once, abstractly, for equal configs."""
+    """Returns (a module without its arrays, their shapes), found without computing any; once for equal configs."""
     graph, state = nnx.split(nnx.eval_shape(lambda: module(config, rngs=nnx.Rngs(0))))
     return graph, nnx.to_pure_dict(state)
 

@@ -9,6 +9,7 @@ from whole import apply, hidden_states, logits
 
 from jaxfb.models import attention as attention_module
 from jaxfb.models.attention import attention, packed_attention
+from jaxfb.models.block import Block, rebuilder
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params, transformer
 from jaxfb.parallel.tensor import transformer_param_specs
@@ -144,3 +145,17 @@ def test_params_born_sharded_are_the_same_bits(params):
     jax.tree.map(np.testing.assert_array_equal, sharded, params)
     first, second = params["layers"]["mlp"]["up"]["kernel"]
     assert (first != second).any()
+
+
+def test_the_structure_of_a_module_is_found_once_for_equal_configs():
+    made = []
+
+    class Counted(Block):
+        def __init__(self, config, *, rngs):
+            made.append(config)
+            super().__init__(config, rngs=rngs)
+
+    for mlp_size in (4, 4, 8):
+        sizes = {"vocab_size": 16, "num_layers": 2, "hidden_size": 8, "num_heads": 2}
+        rebuilder(Counted, TransformerConfig(**sizes, mlp_size=mlp_size))
+    assert [config.mlp_size for config in made] == [4, 8]
