@@ -29,8 +29,8 @@ from jaxfb.registry import Registry  # noqa: E402
 from jaxfb.schedules import KINDS  # noqa: E402
 
 given = os.environ.get("XLA_FLAGS", "")
-# The workers of pytest-xdist inherit these flags. Given twice they would be another text, and JAX finds kept programs by
-# that text too.
+# The workers of pytest-xdist inherit these flags. Given twice they would be another text, and JAX finds kept programs
+# by that text too.
 if flags(devices=8) not in given:
     os.environ["XLA_FLAGS"] = f"{given} {flags(devices=8)}".strip()
 jaxfb.platforms.cpu.prepare()
