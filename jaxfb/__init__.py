@@ -7,13 +7,14 @@ from importlib import import_module
 
 import lazy_loader
 
-from jaxfb.platforms import cpu
+from jaxfb.platforms import cpu, pinned_memory
 
 __version__ = "0.1.0"
 _load, _, _names = lazy_loader.attach_stub(__name__, __file__)
 __all__ = [*_names]
 
 cpu.prepare()
+pinned_memory.prepare()
 
 
 def __getattr__(name: str):

@@ -1433,6 +1433,20 @@ MUTATIONS = (
         "training/test_machine.py::test_a_size_beyond_the_machine_is_refused_before_the_text_is_read",
     ),
     Mutation(
+        "pinned_memory_is_not_raised",
+        "__init__.py",
+        "pinned_memory.prepare()",
+        "pass",
+        "platforms/test_pinned_memory.py::test_the_limit_is_set_as_soon_as_jaxfb_is_imported",
+    ),
+    Mutation(
+        "a_lack_on_the_host_is_answered_as_one_of_the_device",
+        "planner/too_large.py",
+        "if pinned_memory.is_exhausted(error):",
+        "if False:",
+        "planner/test_too_large.py::test_a_lack_of_the_hosts_memory_is_answered_with_its_limit",
+    ),
+    Mutation(
         "lack_of_memory_is_a_traceback",
         "planner/too_large.py",
         "return of_device or isinstance(error, MemoryError)",

@@ -32,7 +32,21 @@ def facts(result: Result) -> dict:
         "many": max(experts),
         "mfu_few": experts[min(experts)]["mfu_of_measured_rate"],
         "mfu_many": experts[max(experts)]["mfu_of_measured_rate"],
+        "trainer": trainer(result.get("training", {}).get("jaxfb train")),
     }
+
+
+def trainer(row: dict | None) -> str:
+    """A sentence on `jaxfb train`, where it was measured."""
+    if row is None:
+        return "`jaxfb train` was not measured."
+    middle = row["median_seconds_a_step"]
+    pause = (row["slowest_to_median"] - 1) * middle
+    return (
+        f"With its loader, log and guard `jaxfb train` takes {middle:.3f} s an update in the median. The longest pause "
+        f"between two of {row['updates']} updates was {pause:.1f} s, behind the first checkpoint, which also compiles "
+        "its programs and gets pinned memory on the host."
+    )
 
 
 def fastest(rows: dict) -> dict:
@@ -88,8 +102,10 @@ def products(result: Result) -> Table:
 
 
 def profile(result: Result) -> Table:
-    found = list(result["profile"]["milliseconds"].items())[:SHOWN_OF_PROFILE]
-    return Table({"where an update's time goes": "", "ms": ".0f"}, [list(row) for row in found])
+    profile = result["profile"]
+    found = list(profile["milliseconds"].items())[:SHOWN_OF_PROFILE]
+    earlier = f", commit {profile['taken with']['commit']}" if "taken with" in profile else ""
+    return Table({f"where an update's time goes{earlier}": "", "ms": ".0f"}, [list(row) for row in found])
 
 
 def claims(result: Result) -> list[Claim]:
@@ -111,7 +127,8 @@ SECTIONS = (
           {torch}, `torch.compile`, SDPA, fused AdamW), with {ours:.1f} GB of memory where that loop takes
           {theirs:.1f} GB. The relative difference of their losses is {difference:.1g}.
         - **Experts.** With {few} experts of which a token goes to two, and as many operations a token, {mfu_few:.0%} of
-          that rate; with {many}, {mfu_many:.0%}, since there are more parameters to update.""",
+          that rate; with {many}, {mfu_many:.0%}, since there are more parameters to update.
+        - **The trainer.** {trainer}""",
         facts, tables, claims,
     ),
 )  # fmt: skip

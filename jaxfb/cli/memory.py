@@ -15,5 +15,5 @@ def lacks_memory(error: Exception, config: Any) -> bool:
     if not is_lack_of_memory(error):
         return False
     first = str(error).partition("\n")[0][:300] or "no memory left on the host"
-    print(f"jaxfb: [memory] the run does not fit: {first}\n{remedy(config)}", file=sys.stderr)
+    print(f"jaxfb: [memory] the run does not fit: {first}\n{remedy(config, error)}", file=sys.stderr)
     return True

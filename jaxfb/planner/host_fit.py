@@ -19,8 +19,8 @@ from jaxfb.planner.job import model_sizes
 from jaxfb.planner.too_large import SPARE, Planned, changes
 from jaxfb.planner.topology import Topology, topology_of
 from jaxfb.planner.verdict import Verdict, estimated
+from jaxfb.platforms.machine_memory import free_memory, free_swap, host_memory
 from jaxfb.refusal import Refused
-from jaxfb.training.machine import free_memory, free_swap, host_memory
 
 TEMPORARIES = 1.2
 """Times the formula's temporaries that a step needs on CPUs at the least: it has two bytes for most numbers, and there

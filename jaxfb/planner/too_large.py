@@ -15,6 +15,7 @@ from jaxfb.planner.auto import choose
 from jaxfb.planner.text import memory_table
 from jaxfb.planner.topology import Topology, topology_of
 from jaxfb.planner.verdict import Verdict, estimated
+from jaxfb.platforms import pinned_memory
 from jaxfb.training.machine import bytes_of_device
 
 Planned = Config | PostTrainingConfig
@@ -22,11 +23,13 @@ SHOWN = 3
 SPARE = 0.1  # of the memory, that a proposal leaves free: the formula is no compiler
 
 
-def remedy(config: Any) -> str:
-    """Returns what to do about a lack of memory on the devices of this process.
+def remedy(config: Any, error: BaseException | None = None) -> str:
+    """Returns what to do about a lack of memory on the devices of this process, or on the host for its GPUs.
 
     config: of a training command; of anything else, and of a model of the user's own, nothing is planned.
     """
+    if pinned_memory.is_exhausted(error):
+        return _with_less_on_host(config)
     if isinstance(config, Config | PostTrainingConfig):
         with suppress(ValueError):
             return advice(config, jax.devices(), bytes_of_device(jax.local_devices()))
@@ -56,6 +59,19 @@ def advice(config: Planned, devices: list[Any], available: float | None) -> str:
     else:
         lines += ["no cut of the rows and no recomputation fits: use more devices, or a smaller model"]
     return "\n".join(lines)
+
+
+def _with_less_on_host(config: Any) -> str:
+    """Returns what to do where the pinned memory of the host that a GPU may use is too small."""
+    fewer = []
+    if isinstance(config, Config | PostTrainingConfig):
+        fewer += ["optimizer.memory=device"] * (config.optimizer.memory == "host")
+        fewer += ["parallel.remat=layer"] * ("offload" in config.parallel.remat)
+    less = f", or keep less on the host with {' '.join(fewer)}" if fewer else ""
+    return (
+        f"each GPU may use {pinned_memory.limit()} GiB of the host's memory; where the machine has more, set the "
+        f"environment variable {pinned_memory.LIMIT} to a larger number{less}"
+    )
 
 
 def changes(config: Planned, topology: Topology) -> Iterator[tuple[list[str], Verdict]]:

@@ -1,14 +1,11 @@
-"""The memory of this machine, so that a size beyond it is refused in a sentence before anything is allocated.
+"""Refuses a size beyond this machine's memory in a sentence, before anything is allocated.
 
 Each bound is what a run needs at the very least. What passes may still not fit: `jaxfb plan` counts exactly.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,48 +14,11 @@ from jax.sharding import Mesh
 from jaxfb.batch_plan import BatchPlan
 from jaxfb.models.config import TransformerConfig, num_params
 from jaxfb.models.generate import cache_of
+from jaxfb.platforms.machine_memory import host_memory
 from jaxfb.refusal import Refused
 
-CGROUP = Path("/sys/fs/cgroup")
-MEMINFO = Path("/proc/meminfo")
 FEW_SLOTS = 8  # of which the keys and values are counted, to know those of one
 SLOT_BYTES = 16  # of a row on the host: tokens, targets, segments and the mask of the loss, 4 bytes each
-
-
-def host_memory() -> int | None:
-    """Returns the bytes that this process may use, of the machine or of its container; None where that is unknown."""
-    found = []
-    with suppress(ValueError, OSError, AttributeError):
-        found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    with suppress(ValueError, OSError):
-        found.append(int((CGROUP / "memory.max").read_text()))
-    return min(found, default=None)
-
-
-def free_memory() -> int | None:
-    """Returns the bytes of this machine, or of its container, that nobody uses, what can be given up at once counted;
-    None where that is unknown.
-    """
-    found = []
-    with suppress(OSError, ValueError, KeyError):
-        found.append(1024 * _numbers(MEMINFO)["MemAvailable:"])
-    with suppress(OSError, ValueError, KeyError):
-        most, used = (int((CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
-        found.append(max(0, most - used + _numbers(CGROUP / "memory.stat")["inactive_file"]))
-    return min(found, default=None)
-
-
-def free_swap() -> int:
-    """Returns the bytes that can be moved out of memory; 0 where that is unknown."""
-    with suppress(OSError, ValueError, KeyError):
-        return 1024 * _numbers(MEMINFO)["SwapFree:"]
-    return 0
-
-
-def _numbers(path: Path) -> dict[str, int]:
-    """Returns name -> number of a file of the kernel that has such a pair in each line."""
-    words = [line.split() for line in path.read_text().splitlines()]
-    return {one[0]: int(one[1]) for one in words if len(one) > 1}
 
 
 def bytes_of_device(devices: Sequence[Any]) -> int | None:

@@ -57,8 +57,11 @@ def test_the_section_shows_every_setting_once():
     (section,) = SECTIONS
     result = json.loads(sorted(RESULTS.glob("gpu_gpu_*.json"))[-1].read_text())
     updates = section.tables(result)[0].lines()
-    assert sum("0.706" in line for line in updates) == 1, "it is in two parts of the results"
+    shown = f"{result['step']['remat selective']['mfu_of_measured_rate']:.3f}"
+    assert sum(shown in line for line in updates) == 1, "it is in several parts of the results"
     assert section.facts(result)["ratio"] >= 1.25 and section.facts(result)["mfu"] >= 0.6
+    assert "s an update in the median" in section.facts(result)["trainer"]
+    assert "not measured" in section.facts({**result, "training": {}})["trainer"]
     (claim,) = section.claims(result)
     assert claim.ratio == pytest.approx(1 / section.facts(result)["ratio"])
 

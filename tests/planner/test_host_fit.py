@@ -16,7 +16,7 @@ from jaxfb.planner import host_fit
 from jaxfb.planner.host_fit import check_host
 from jaxfb.planner.topology import parse_topology
 from jaxfb.planner.verdict import plan
-from jaxfb.training import machine
+from jaxfb.platforms import machine_memory
 
 ON_ONE = ["mesh.data=8", "batch.rows=512"]
 
@@ -67,8 +67,8 @@ def test_what_is_not_known_is_not_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(host_fit, "host_memory", lambda: 1)
     check_host(load_config("grpo_arithmetic"))
     check_host(load_config("125m", ["mesh.data=3"]))  # the trainer names the devices
-    monkeypatch.setattr(machine, "MEMINFO", tmp_path / "nothing")
-    assert machine.free_memory() is None
+    monkeypatch.setattr(machine_memory, "MEMINFO", tmp_path / "nothing")
+    assert machine_memory.free_memory() is None
 
 
 def test_the_commands_refuse_before_the_text_is_read(monkeypatch, capsys, tmp_path):

@@ -13,6 +13,7 @@ from jaxfb.config import load_config
 from jaxfb.planner import too_large
 from jaxfb.planner.too_large import advice, is_lack_of_memory, remedy, topology_of
 from jaxfb.planner.verdict import estimated
+from jaxfb.platforms import pinned_memory
 from jaxfb.refusal import Refused
 
 H100 = [SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")] * 8
@@ -103,6 +104,30 @@ def test_what_cannot_be_planned_gets_a_sentence_all_the_same(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(too_large, "advice", refuses)
         assert "use fewer rows or tokens" in remedy(load_config("quickstart"))
+
+
+HOST_IS_FULL = (
+    "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes with allocator xla_gpu_host_bfc"
+)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "less"),
+    [
+        (["optimizer.memory=host", "parallel.remat=offload"], "optimizer.memory=device parallel.remat=layer"),
+        (["optimizer.memory=host"], "optimizer.memory=device"),
+        ([], None),
+    ],
+)
+def test_a_lack_of_the_hosts_memory_is_answered_with_its_limit(monkeypatch, overrides, less):
+    monkeypatch.setenv(pinned_memory.LIMIT, "100")
+    answer = remedy(load_config("quickstart", overrides), jax.errors.JaxRuntimeError(HOST_IS_FULL))
+    assert (
+        answer.startswith("each GPU may use 100 GiB of the host's memory") and pinned_memory.LIMIT in answer
+    )
+    assert (f"keep less on the host with {less}" in answer) if less else answer.endswith("larger number")
+    monkeypatch.delenv(pinned_memory.LIMIT)
+    assert "64 GiB" in remedy(None, jax.errors.JaxRuntimeError(HOST_IS_FULL))
 
 
 @pytest.mark.slow

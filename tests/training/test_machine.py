@@ -97,31 +97,3 @@ def test_problems_of_more_digits_than_64_bits_have_are_refused():
 def test_a_vocabulary_that_no_tokenizer_has_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"vocab_size=1000000000 is more .* use at most 4194304"):
         load_config(write_tiny(tmp_path), ["data.tokenizer=bpe", f"data.vocab_size={BILLION}"])
-
-
-def test_the_memory_of_this_machine_is_known():
-    assert machine.host_memory() > 2**28
-
-
-def test_a_container_may_use_less_than_the_machine_has(tmp_path, monkeypatch):
-    for text, size in (("1000000\n", 1_000_000), ("max\n", machine.host_memory())):
-        (tmp_path / "memory.max").write_text(text)
-        monkeypatch.setattr(machine, "CGROUP", tmp_path)
-        assert machine.host_memory() == size
-
-
-def test_what_is_free_is_the_least_of_machine_and_container(tmp_path, monkeypatch):
-    machines = machine.free_memory()
-    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:   5000 kB\nSwapFree: 70 kB\n")
-    monkeypatch.setattr(machine, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(machine, "CGROUP", tmp_path)
-    assert machine.free_memory() == 5000 * 1024 != machines and machine.free_swap() == 70 * 1024
-    for name, text in (
-        ("max", "1000000\n"),
-        ("current", "900000\n"),
-        ("stat", "anon 5\ninactive_file 200000\n"),
-    ):
-        (tmp_path / f"memory.{name}").write_text(text)
-    assert machine.free_memory() == 300_000
-    monkeypatch.setattr(machine, "MEMINFO", tmp_path / "nothing")
-    assert machine.free_memory() == 300_000 and machine.free_swap() == 0
