@@ -85,6 +85,7 @@ SIXTEEN = (*LIKE_DEEPSEEK, "mesh.expert=16")
 ON_HOST = ("optimizer.memory=host",)
 INPUTS_ON_HOST = ("parallel.remat=offload",)
 HALF = ("parallel.gather_ahead=half",)
+NONE_AHEAD = ("parallel.gather_ahead=false",)
 IN_STEP = ("parallel.remat=selective", "parallel.fsdp_gather=step")
 INPUTS_OFFLOADED = {"remat_policy": "custom", "decoder_layer_input": "offload"}
 SHARED_RING = {"allow_split_physical_axes": True}
@@ -99,6 +100,8 @@ JOBS = {
     "8B, v5e:16x16, fsdp 256": Job("8b", "v5e:16x16", maxtext={"gradient_accumulation_steps": 4}),
     "8B, v5p:4x4x4, fsdp 64, half a layer ahead": Job("8b", "v5p:4x4x4", HALF),
     "8B, v6e:8x8, fsdp 64, half a layer ahead": Job("8b", "v6e:8x8", HALF),
+    "8B, v5p:4x4x4, fsdp 64, nothing ahead": Job("8b", "v5p:4x4x4", NONE_AHEAD, None),
+    "8B, v6e:8x8, fsdp 64, nothing ahead": Job("8b", "v6e:8x8", NONE_AHEAD, None),
     "8B at 32k tokens, v5p:4x4x4, fsdp 16 x context 4": Job("8b", "v5p:4x4x4", LONG, LONG_MAXTEXT),
     "8B at 128k tokens, v5p:4x4x4, fsdp 4 x context 16": Job("8b", "v5p:4x4x4", LONGER, LONGER_MAXTEXT),
     "8B at 32k tokens, v5p:4x4x4, fsdp 8 x context 8": Job(
@@ -151,6 +154,9 @@ JOBS = {
         "8b", "v5e:16x16", IN_STEP[:1], {"gradient_accumulation_steps": 4} | LESS_REMAT
     ),
     "8B, v6e:4x4, fsdp 16": Job("8b", "v6e:4x4", maxtext={"gradient_accumulation_steps": 64}),
+    "8B, v6e:4x4, fsdp 16, half a layer ahead": Job(
+        "8b", "v6e:4x4", HALF, {"gradient_accumulation_steps": 64}
+    ),
     "8B, v5e:4x4, fsdp 16": Job("8b", "v5e:4x4", (), None),
     "8B, v5e:4x4, fsdp 16, state on the host": Job("8b", "v5e:4x4", ON_HOST, None),
     "8B, v5e:2x4, fsdp 8, state on the host": Job("8b", "v5e:2x4", ON_HOST, None),
@@ -199,8 +205,20 @@ JOBS = {
         (*STAGES, "batch.rows=128", *INPUTS_ON_HOST),
         PIPELINE | {"num_pipeline_microbatches": 16, "per_device_batch_size": 1 / 4} | INPUTS_OFFLOADED,
     ),
+    "70B, v5p:8x8x8, pipe 8 x fsdp 8 x tensor 8, 16 microbatches, layers' inputs on the host, nothing ahead": Job(
+        "70b",
+        "v5p:8x8x8",
+        (*STAGES, "batch.rows=128", *INPUTS_ON_HOST, *NONE_AHEAD),
+        PIPELINE | {"num_pipeline_microbatches": 16, "per_device_batch_size": 1 / 4} | INPUTS_OFFLOADED,
+    ),
     "405B with 128 layers, v5p:8x8x16, fsdp 128 x tensor 8": Job(
         "400b", "v5p:8x8x16", ("model.sequence_parallel=true",), TENSOR | {"ici_fsdp_parallelism": 128}
+    ),
+    "405B with 128 layers, v5p:8x8x16, fsdp 128 x tensor 8, nothing ahead": Job(
+        "400b",
+        "v5p:8x8x16",
+        ("model.sequence_parallel=true", *NONE_AHEAD),
+        TENSOR | {"ici_fsdp_parallelism": 128},
     ),
     "405B with 128 layers, v5p:8x8x16, fsdp 128 x tensor 8, layers' inputs on the host": Job(
         "400b",

@@ -1552,6 +1552,13 @@ MUTATIONS = (
         "planner/test_formula.py::test_no_more_communication_is_hidden_than_there_is_work",
     ),
     Mutation(
+        "formula_waits_for_all_that_is_not_gathered_ahead",
+        "planner/formula_time.py",
+        "in_turn = _EXPOSED_IN_TURN_OF_SHARDS if config.mesh.tensor > 1 else _EXPOSED_IN_TURN",
+        "in_turn = 1.0",
+        "planner/test_formula.py::test_memory_and_time_of_real_sizes_on_tpus_are_near_the_compilers",
+    ),
+    Mutation(
         "search_compares_unlike_answers",
         "planner/search.py",
         "alone = given.verdict.compiled is not None and all(",

@@ -39,8 +39,8 @@ from jaxfb.recomputation import remat_parts
 _SCORES_KEPT = 9 / 8
 """Of a query, key and head, in numbers of two bytes: probabilities of a causal row in eight blocks, and a copy."""
 _SCATTERED_IN_TURN = 2 / 3
-"""Share of a layer's gradients that is there at a time where each is scattered as soon as it is computed: of 8B on 8,
-16 and 256 v5e."""
+"""Share of a layer's gradients that is there at a time where each is scattered as soon as it is computed, on TPUs that
+gather no layer ahead: of 8B on 8, 16 and 256 v5e."""
 _AT_WORK_ON_GPU = 1.55
 """Of the numbers that a dense layer's products keep, how many times as many are there in its backward: 8B and 14B with
 16 rows at a time by XLA for GPUs. With the TPU's compiler, and with experts, it is two."""
@@ -87,11 +87,12 @@ def working_bytes(config: Config, sizes: TransformerConfig, topology: Topology) 
     layer, gradient = (number / layers_here(config, sizes) for number in (layers, trained))
     whole = whole_bytes(config, sizes)
     waiting = reduced_bytes(config) if gathers else 2
-    # on v5e every scatter ends before more is computed: of two halves only one has its gradient at a time
     kind = topology.chip.kind if topology.chip else None
     late = 1 + share
-    if kind == V5E:
-        late = max(share, 1 - share) if share or not gathers else _SCATTERED_IN_TURN
+    if gathers and not share and topology.platform == "tpu":
+        late = _SCATTERED_IN_TURN
+    elif kind == V5E:  # every scatter ends before more is computed: one half has its gradient at a time
+        late = max(share, 1 - share)
     if share == 1 and _overwrites_gradients(config, kind):
         late = 1 + held_experts(config, sizes) / layers  # experts' gradients are not overwritten
     if reduces_beside(config, topology) and not gathers:

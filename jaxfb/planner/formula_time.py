@@ -70,6 +70,9 @@ _EXPOSED, _EXPOSED_BY_DEFAULT = 0.12, 0.6
 _EXPOSED_A_LAYER_AHEAD, _EXPOSED_HALF_AHEAD = 0.05, 0.23
 """The same of the others of these TPUs: 0.03 to 0.08 of 8B and 70B on v5p and v6e, without context axis; half a layer
 ahead 0.22 of 8B on both, of whose gradients those of a layer's second half are scattered in its own turn."""
+_EXPOSED_IN_TURN, _EXPOSED_IN_TURN_OF_SHARDS = 0.25, 0.5
+"""The same where layers are not gathered ahead, so that the compiler runs a gather beside products of the same layer:
+0.19 of 8B on v5p and 0.31 on v6e; with a tensor axis 0.50 of 405B and 0.51 of a pipeline of 70B."""
 _EXPOSED_ON_V6E_BESIDE_TENSOR = 0.46
 """Share of communication that nothing hides on v6e with a tensor axis: of FSDP's 0.45 of 70B and 0.47 of 8B, with two
 chips on that axis."""
@@ -299,7 +302,8 @@ def exposed_share(config: Config, sizes: TransformerConfig, topology: Topology) 
     if topology.chip.kind not in compiler.TABLE:
         return _EXPOSED_BY_DEFAULT
     waits = num_shards(config) > 1 and config.parallel.fsdp_gather == "layer" and not ahead
-    return 1.0 if waits else _exposed_ahead(config, sizes, topology)
+    in_turn = _EXPOSED_IN_TURN_OF_SHARDS if config.mesh.tensor > 1 else _EXPOSED_IN_TURN
+    return in_turn if waits else _exposed_ahead(config, sizes, topology)
 
 
 def _exposed_ahead(config: Config, sizes: TransformerConfig, topology: Topology) -> float:

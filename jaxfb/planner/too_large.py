@@ -86,6 +86,8 @@ def changes(config: Planned, topology: Topology) -> Iterator[tuple[list[str], Ve
         keys += [["parallel.gather_ahead=half"]]
     if config.optimizer.memory == "device" and topology.platform != "cpu":
         keys += [["optimizer.memory=host"]]
+    if devices > 1 and config.parallel.gather_ahead is not False:
+        keys += [["parallel.gather_ahead=false"]]
     keys += [[*cut, "parallel.remat=full"] for cut in ([], *keys) if config.parallel.remat != "full"]
     for change in keys:
         with suppress(ValueError):  # rows that do not divide, or an axis that the model does not

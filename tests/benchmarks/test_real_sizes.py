@@ -53,15 +53,18 @@ def test_the_section_counts_the_rows_that_both_sides_have():
         "rows": {"one": alone, "two": {"jaxfb": ROW, "maxtext": ROW}, "three": slower},
     }
     result["rows"]["four, memory used"] = used  # its memory is no cost
+    spared = {"jaxfb": ROW | {"hbm_gb": 4.0, "step_s": 30.0}, "maxtext": ROW}
+    result["rows"]["five, nothing ahead"] = spared  # it gives time for memory
     slower["jaxfb_rounded"] = ROW | {"step_s": 9.0}  # no part of what is compared with sums in float32
     facts = section.facts(result)
+    assert (facts["spared_most"], facts["spared_time_most"]) == (4.0 / ROW["hbm_gb"], 30.0 / ROW["step_s"])
     assert facts["used_least"] == facts["used_most"] == 8.0 / ROW["step_s"]
     assert (facts["smaller"], facts["faster"], facts["count"], facts["most"]) == (1, 1, 2, 1.5)
-    assert (facts["shipped_least"], facts["shipped_most"]) == (0.8, 1.1)
+    assert (facts["shipped_least"], facts["shipped_most"]) == (0.8, 3.0)
     assert facts["exposed_most"] == 0.25 and "12.00 GB" in section.claims(result)[2].ours
     assert (facts["rounded_count"], facts["rounded_most"]) == (1, 0.9)
     assert section.claims(result)[-1].what.endswith("three, bfloat16 sums")
-    assert len(section.tables(result)[0].lines()) == 2 + 8 + 1
+    assert len(section.tables(result)[0].lines()) == 2 + 10 + 1
 
 
 def test_bytes_of_each_axis_are_counted_once_and_stand_beside_what_the_layout_needs():

@@ -29,6 +29,7 @@ LIKE_DEEPSEEK = (
     "model.experts_per_token=8 model.expert_mlp_size=2048 model.shared_expert_size=2048 "
     "model.router_scores=sigmoid model.router_bias_rate=0.001 optimizer.name=adamw"
 )
+OFFLOADED_STAGES = "mesh.pp=8 mesh.fsdp=8 mesh.tp=8 batch.rows=128 schedule=1f1b parallel.remat=offload"
 LONG_STAGES = "data.sequence_length=131072 batch.rows=4 mesh.fsdp=1 mesh.pp=8 parallel.remat=layer"
 
 
@@ -113,6 +114,8 @@ def test_memory_is_near_the_compilers(config, topology, gigabytes):
         ("8b", "v5p:4x4x4", 5.86, 9.30),
         ("8b", "v6e:8x8", 5.90, 4.89),
         ("8b", "v5e:16x16", 3.77, 6.73),
+        ("8b parallel.gather_ahead=false", "v5p:4x4x4", 5.47, 9.95),
+        ("8b parallel.gather_ahead=false", "v6e:8x8", 5.49, 6.15),
         ("8b parallel.remat=selective", "v5p:4x4x4", 19.98, 7.66),
         ("8b mesh.data=8 mesh.fsdp=8 optimizer.sharding=data", "v5p:4x4x4", 13.57, 9.45),
         (f"8b {OF_LENGTH.format(131072, 32)} mesh.fsdp=4 mesh.cp=16", "v5p:4x4x4", 8.19, 35.63),
@@ -124,7 +127,9 @@ def test_memory_is_near_the_compilers(config, topology, gigabytes):
         ("moe-141b parallel.remat=selective", "v5p:4x4x8", 77.74, 42.34),
         ("70b", "v5p:8x8x8", 4.06, 12.91),
         ("400b model.sequence_parallel=true", "v5p:8x8x16", 11.75, 67.65),
+        ("400b model.sequence_parallel=true parallel.gather_ahead=false", "v5p:8x8x16", 10.53, 82.46),
         ("70b mesh.pp=8 mesh.fsdp=8 mesh.tp=8 batch.rows=512 schedule=1f1b", "v5p:8x8x8", 3.82, 9.21),
+        (f"70b {OFFLOADED_STAGES} parallel.gather_ahead=false", "v5p:8x8x8", 3.42, 2.54),
         ("8b mesh.fsdp=8 optimizer.memory=host", "v5e:2x4", 12.92, 210.7),
         ("70b mesh.fsdp=16 mesh.tp=2 optimizer.memory=host", "v6e:4x8", 25.05, 132.2),
         (f"8b {LONG_STAGES}", "v5p:2x2x2", 66.40, 96.66),

@@ -52,6 +52,7 @@ def test_half_a_layer_ahead_is_proposed_where_a_whole_one_is_gathered(tmp_path):
     weights, gradients = (3 * 1024 * 16384 * size for size in (2, 4))
     less = estimated(config, topology).needed - proposed["parallel.gather_ahead=half"]
     assert less == pytest.approx(weights + gradients, rel=0.01)
+    assert proposed["parallel.gather_ahead=false"] < proposed["parallel.gather_ahead=half"]
 
 
 SFT = ["model.hidden_size=1024", "model.num_layers=8", "conversations.sequence_length=1024", "batch.rows=512"]
