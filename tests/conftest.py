@@ -6,7 +6,7 @@ from pathlib import Path
 import program_cache
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(program_cache.directory()))
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(program_cache.DIRECTORY))
 # most programs of a test are small ones, of single operations: kept as well, they come back in every file and run
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 # XLA carries the lines of Python that made an operation through all its passes, which no test reads: without them a
@@ -46,8 +46,10 @@ def same_environment():
     """What a test's command sets in the environment does not reach the processes of the next test."""
     before = dict(os.environ)
     yield
-    os.environ.clear()
-    os.environ.update(before)
+    # Only what has changed: while a variable is set, a thread of XLA that reads one can end the process.
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -76,7 +78,7 @@ def golden():
 def pytest_sessionfinish(session):
     """Removes old programs once: in the process that started the workers of pytest-xdist, not in each of them."""
     kept = Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
-    if not hasattr(session.config, "workerinput") and kept == program_cache.directory():
+    if not hasattr(session.config, "workerinput") and kept == program_cache.DIRECTORY:
         program_cache.remove_old(kept)
 
 

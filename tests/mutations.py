@@ -1433,6 +1433,13 @@ MUTATIONS = (
         "training/test_machine.py::test_a_size_beyond_the_machine_is_refused_before_the_text_is_read",
     ),
     Mutation(
+        "programs_of_simulated_devices_are_kept",
+        "training/compile_cache.py",
+        "if configured is None and cpu.num_devices() > 1:",
+        "if False:",
+        "training/test_compile_cache.py::test_programs_of_several_cpu_devices_are_not_kept_unless_it_is_asked_for",
+    ),
+    Mutation(
         "pinned_memory_is_not_raised",
         "__init__.py",
         "pinned_memory.prepare()",

@@ -1,32 +1,21 @@
-"""Where compiled programs of the tests are kept for later runs: one folder of the user's, for all checkouts."""
+"""Where compiled programs of the tests are kept for later runs: in this checkout.
 
-import os
+Not for all checkouts: in a program from the cache XLA:CPU starts a loop with collectives and a collective beside it in
+any order, and now and then two devices wait for each other (`jaxfb/platforms/cpu.py`). A new checkout compiles afresh.
+"""
+
 import time
 from contextlib import suppress
 from pathlib import Path
 
 KEPT_DAYS = 30
-_BESIDE_THE_TESTS = Path(__file__).resolve().parent.parent / ".cache" / "jax"
-
-
-def directory() -> Path:
-    """Returns $XDG_CACHE_HOME/jaxfb/tests, else ~/.cache/jaxfb/tests, else .cache/jax of this checkout.
-
-    What lies in it is executed, so nobody else may write to it.
-    """
-    try:
-        found = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxfb" / "tests"
-        found.mkdir(parents=True, exist_ok=True, mode=0o700)
-        found.chmod(0o700)
-    except (OSError, RuntimeError):  # no home, or one that is another's or cannot be written to
-        return _BESIDE_THE_TESTS
-    return found if os.access(found, os.W_OK) else _BESIDE_THE_TESTS
+DIRECTORY = Path(__file__).resolve().parent.parent / ".cache" / "jax"
 
 
 def remove_old(kept: Path, days: float = KEPT_DAYS) -> None:
     """Removes programs that were compiled more than `days` days ago: most are of code that has changed since."""
     oldest = time.time() - days * 24 * 3600
     for program in kept.glob("*-cache"):
-        with suppress(FileNotFoundError):  # the tests of another checkout removed it meanwhile
+        with suppress(FileNotFoundError):  # another run of the tests removed it meanwhile
             if program.stat().st_mtime < oldest:
                 program.unlink()

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 
 from jaxfb.data.cache import cache_directory
+from jaxfb.platforms import cpu
 from jaxfb.platforms.compat import config_value
 
 PRIVATE = 0o700
@@ -21,9 +22,13 @@ def use_compile_cache(configured: str | Path | None = None) -> Path | None:
     What lies in it is executed, so it belongs to this user alone: mode 0700, and a directory that others can
     write to is not used. That of JAX_COMPILATION_CACHE_DIR or an earlier `jax.config.update` is used as it is, unless
     others can write to it. Of a bucket (gs://...) nothing can be known here.
+    Where several CPU devices are simulated it stays off unless it is asked for: a program from the cache can hang there
+    (`jaxfb/platforms/cpu.py`).
     """
     if given := config_value("jax_compilation_cache_dir"):
         return _checked(given)
+    if configured is None and cpu.num_devices() > 1:
+        return None
     directory = Path(configured or cache_directory().parent / "jaxfb-compiled")
     directory.mkdir(parents=True, exist_ok=True, mode=PRIVATE)
     if not _only_we_write(directory):
