@@ -25,7 +25,7 @@ def trained(sizes: TransformerConfig, setting: Setting, updates: int, rate: floa
     tokens_per_second: from the arrival of the second update's numbers to that of the last, with three checkpoints.
     slowest_to_median: of the times between arrivals; a checkpoint begins behind some of them.
     data_wait_seconds: that an update waited for its rows, mean.
-    seconds_saving: that the updates waited for each checkpoint; the first compiles its programs and gets memory.
+    seconds_saving: of each checkpoint, how long the updates waited; for the first one programs are compiled.
     """
     write_tokens(sizes, setting, updates, Path(directory))
     arrivals, waits, saves = [], [], []

@@ -85,7 +85,7 @@ SIXTEEN = (*LIKE_DEEPSEEK, "mesh.expert=16")
 ON_HOST = ("optimizer.memory=host",)
 INPUTS_ON_HOST = ("parallel.remat=offload",)
 HALF = ("parallel.gather_ahead=half",)
-NONE_AHEAD = ("parallel.gather_ahead=false",)
+NOTHING_AHEAD = ("parallel.gather_ahead=false",)
 IN_STEP = ("parallel.remat=selective", "parallel.fsdp_gather=step")
 INPUTS_OFFLOADED = {"remat_policy": "custom", "decoder_layer_input": "offload"}
 SHARED_RING = {"allow_split_physical_axes": True}
@@ -100,8 +100,8 @@ JOBS = {
     "8B, v5e:16x16, fsdp 256": Job("8b", "v5e:16x16", maxtext={"gradient_accumulation_steps": 4}),
     "8B, v5p:4x4x4, fsdp 64, half a layer ahead": Job("8b", "v5p:4x4x4", HALF),
     "8B, v6e:8x8, fsdp 64, half a layer ahead": Job("8b", "v6e:8x8", HALF),
-    "8B, v5p:4x4x4, fsdp 64, nothing ahead": Job("8b", "v5p:4x4x4", NONE_AHEAD, None),
-    "8B, v6e:8x8, fsdp 64, nothing ahead": Job("8b", "v6e:8x8", NONE_AHEAD, None),
+    "8B, v5p:4x4x4, fsdp 64, nothing ahead": Job("8b", "v5p:4x4x4", NOTHING_AHEAD, None),
+    "8B, v6e:8x8, fsdp 64, nothing ahead": Job("8b", "v6e:8x8", NOTHING_AHEAD, None),
     "8B at 32k tokens, v5p:4x4x4, fsdp 16 x context 4": Job("8b", "v5p:4x4x4", LONG, LONG_MAXTEXT),
     "8B at 128k tokens, v5p:4x4x4, fsdp 4 x context 16": Job("8b", "v5p:4x4x4", LONGER, LONGER_MAXTEXT),
     "8B at 32k tokens, v5p:4x4x4, fsdp 8 x context 8": Job(
@@ -208,7 +208,7 @@ JOBS = {
     "70B, v5p:8x8x8, pipe 8 x fsdp 8 x tensor 8, 16 microbatches, layers' inputs on the host, nothing ahead": Job(
         "70b",
         "v5p:8x8x8",
-        (*STAGES, "batch.rows=128", *INPUTS_ON_HOST, *NONE_AHEAD),
+        (*STAGES, "batch.rows=128", *INPUTS_ON_HOST, *NOTHING_AHEAD),
         PIPELINE | {"num_pipeline_microbatches": 16, "per_device_batch_size": 1 / 4} | INPUTS_OFFLOADED,
     ),
     "405B with 128 layers, v5p:8x8x16, fsdp 128 x tensor 8": Job(
@@ -217,7 +217,7 @@ JOBS = {
     "405B with 128 layers, v5p:8x8x16, fsdp 128 x tensor 8, nothing ahead": Job(
         "400b",
         "v5p:8x8x16",
-        ("model.sequence_parallel=true", *NONE_AHEAD),
+        ("model.sequence_parallel=true", *NOTHING_AHEAD),
         TENSOR | {"ici_fsdp_parallelism": 128},
     ),
     "405B with 128 layers, v5p:8x8x16, fsdp 128 x tensor 8, layers' inputs on the host": Job(

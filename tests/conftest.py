@@ -18,6 +18,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 import gc  # noqa: E402
 import json  # noqa: E402
 
+import environment  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 from quickly import flags  # noqa: E402
@@ -46,10 +47,7 @@ def same_environment():
     """What a test's command sets in the environment does not reach the processes of the next test."""
     before = dict(os.environ)
     yield
-    # Only what has changed: while a variable is set, a thread of XLA that reads one can end the process.
-    for name in os.environ.keys() - before.keys():
-        del os.environ[name]
-    os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
+    environment.restore(before)
 
 
 @pytest.fixture(autouse=True, scope="module")

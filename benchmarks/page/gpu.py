@@ -37,15 +37,16 @@ def facts(result: Result) -> dict:
 
 
 def trainer(row: dict | None) -> str:
-    """A sentence on `jaxfb train`, where it was measured."""
-    if row is None:
+    """Sentences on `jaxfb train`, where it was measured."""
+    if row is None or "updates" not in row:
         return "`jaxfb train` was not measured."
     middle = row["median_seconds_a_step"]
-    pause = (row["slowest_to_median"] - 1) * middle
+    # a run with one checkpoint was measured before the pauses were
+    pauses = row.get("seconds_saving") or [(row["slowest_to_median"] - 1) * middle]
     return (
-        f"With its loader, log and guard `jaxfb train` takes {middle:.3f} s an update in the median. The longest pause "
-        f"between two of {row['updates']} updates was {pause:.1f} s, behind the first checkpoint, which also compiles "
-        "its programs and gets pinned memory on the host."
+        f"`jaxfb train`, with its loader, log and guard, takes {middle:.3f} s an update in the median. Its "
+        f"checkpoints, in order, stopped it for {', '.join(f'{pause:.1f} s' for pause in pauses)}; for the first one "
+        "programs are compiled and pinned memory is allocated on the host."
     )
 
 

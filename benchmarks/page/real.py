@@ -48,7 +48,7 @@ def uses_memory(name: str) -> bool:
 
 
 def spares_memory(name: str) -> bool:
-    """Whether a row's job gives time for memory: no weights are there before they are used."""
+    """Whether a row's job has a longer step for less memory: a layer's weights are gathered when it runs."""
     return name.endswith("nothing ahead")
 
 
@@ -58,13 +58,10 @@ def _shortest(row: dict, *sides: str) -> dict | None:
 
 def facts(result: Result) -> dict:
     both = pairs(result)
-    memory = [
-        ours["hbm_gb"] / theirs["hbm_gb"]
-        for name, (ours, theirs) in both.items()
-        if not uses_memory(name) and not spares_memory(name)
-    ]
+    compared = [name for name in both if not uses_memory(name) and not spares_memory(name)]
+    memory = [both[name][0]["hbm_gb"] / both[name][1]["hbm_gb"] for name in compared]
     steps = {name: ours["step_s"] / theirs["step_s"] for name, (ours, theirs) in both.items()}
-    time = [ratio for name, ratio in steps.items() if not uses_memory(name) and not spares_memory(name)]
+    time = [steps[name] for name in compared]
     sparing = [sides for name, sides in both.items() if spares_memory(name)]
     sparing += [sides for name, sides in pairs(result, "jaxfb_rounded").items() if spares_memory(name)]
     spared = {key: [ours[key] / theirs[key] for ours, theirs in sparing] for key in ("hbm_gb", "step_s")}
@@ -229,9 +226,10 @@ SECTIONS = (
           "save_dot_except_mlpwi" where that does not fit; jaxfb by `selective`, but for the largest model over all
           chips, where it gathers a whole layer ahead instead), and jaxfb keeps gathered weights for the whole step
           where that pays. jaxfb's step takes {used_least:.2f} to {used_most:.2f} times as long as MaxText's.
-        - **With less memory.** In the jobs "nothing ahead", left out above too, `parallel.gather_ahead=false` keeps no
-          weights before they are used. HBM is {spared_least:.2f} to {spared_most:.2f} times MaxText's (in the pipeline
-          the smaller numbers), and the step {spared_time_least:.2f} to {spared_time_most:.2f} times as long.
+        - **With less memory.** In the jobs "nothing ahead", which the first two figures leave out as well, a layer's
+          weights are gathered only when it runs (`parallel.gather_ahead=false`). HBM is {spared_least:.2f} to
+          {spared_most:.2f} times MaxText's, and the step {spared_time_least:.2f} to {spared_time_most:.2f} times as
+          long.
         - **As installed.** jaxfb chooses compiler options by the kind of chip and the layout; MaxText sets none, though
           some of its recipes do. Compared like that, jaxfb's step takes {shipped_least:.2f} to {shipped_most:.2f} times
           as long.

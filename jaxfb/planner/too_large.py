@@ -16,6 +16,7 @@ from jaxfb.planner.text import memory_table
 from jaxfb.planner.topology import Topology, topology_of
 from jaxfb.planner.verdict import Verdict, estimated
 from jaxfb.platforms import pinned_memory
+from jaxfb.platforms.machine_memory import host_memory
 from jaxfb.training.machine import bytes_of_device
 
 Planned = Config | PostTrainingConfig
@@ -67,11 +68,12 @@ def _with_less_on_host(config: Any) -> str:
     if isinstance(config, Config | PostTrainingConfig):
         fewer += ["optimizer.memory=device"] * (config.optimizer.memory == "host")
         fewer += ["parallel.remat=layer"] * ("offload" in config.parallel.remat)
-    less = f", or keep less on the host with {' '.join(fewer)}" if fewer else ""
-    return (
-        f"each GPU may use {pinned_memory.limit()} GiB of the host's memory; where the machine has more, set the "
-        f"environment variable {pinned_memory.LIMIT} to a larger number{less}"
-    )
+    ways = [f"keep less on the host with {' '.join(fewer)}"] if fewer else []
+    limit, there = pinned_memory.limit(), (host_memory() or 0) // 2**30
+    if there > limit:
+        ways += [f"set the environment variable {pinned_memory.LIMIT} to as much as {there}"]
+    advice = " or ".join(ways) or "use more hosts, or hosts with more memory"
+    return f"each GPU may use {limit} GiB of the host's memory, and no more is free; {advice}"
 
 
 def changes(config: Planned, topology: Topology) -> Iterator[tuple[list[str], Verdict]]:

@@ -1,1 +1,3 @@
-"""Holds what differs between releases of jax and kinds of device: private names, options of XLA, simulated devices."""
+"""Holds what differs between releases of jax and kinds of device: private names, options of XLA, simulated
+devices; and how much memory the machine has.
+"""

@@ -14,7 +14,7 @@ orders nearly all collectives by the buffers that they share. And there are thre
 What they leave: in a program from the compilation cache, one of two devices may enter a loop with a collective in it
 and the other a collective beside that loop, each with the other's behind it in its queue, so that both wait for ever.
 Seen once in a hundred runs of a program with such a pair, never in a fresh program. So `use_compile_cache` keeps no
-programs of several CPU devices.
+programs of a process with several CPU devices.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def prepare() -> None:
 
     A value that the environment already sets is kept.
     """
-    number = num_devices()
+    number = _num_devices()
     if number < 2 or _has_started():
         return
     if SCHEDULER not in (flags := os.environ.get("XLA_FLAGS", "")) and _knows_scheduler():
@@ -75,7 +75,7 @@ def wants_options(mesh: Mesh) -> bool:
     return device is not None and device.platform == "cpu" and not is_tracing()
 
 
-def num_devices() -> int:
+def _num_devices() -> int:
     """Returns how many CPU devices XLA_FLAGS or jax.config ask for."""
     asked = re.findall(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
     asked.append(os.environ.get("JAX_NUM_CPU_DEVICES", "1"))

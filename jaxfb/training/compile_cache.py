@@ -10,7 +10,6 @@ from pathlib import Path
 import jax
 
 from jaxfb.data.cache import cache_directory
-from jaxfb.platforms import cpu
 from jaxfb.platforms.compat import config_value
 
 PRIVATE = 0o700
@@ -22,12 +21,12 @@ def use_compile_cache(configured: str | Path | None = None) -> Path | None:
     What lies in it is executed, so it belongs to this user alone: mode 0700, and a directory that others can
     write to is not used. That of JAX_COMPILATION_CACHE_DIR or an earlier `jax.config.update` is used as it is, unless
     others can write to it. Of a bucket (gs://...) nothing can be known here.
-    Where several CPU devices are simulated it stays off unless it is asked for: a program from the cache can hang there
-    (`jaxfb/platforms/cpu.py`).
+    Where this process simulates several CPU devices it stays off, unless a directory is named: a program from the
+    cache can hang there (`jaxfb/platforms/cpu.py`).
     """
     if given := config_value("jax_compilation_cache_dir"):
         return _checked(given)
-    if configured is None and cpu.num_devices() > 1:
+    if configured is None and jax.default_backend() == "cpu" and jax.local_device_count() > 1:
         return None
     directory = Path(configured or cache_directory().parent / "jaxfb-compiled")
     directory.mkdir(parents=True, exist_ok=True, mode=PRIVATE)

@@ -60,8 +60,14 @@ def test_the_section_shows_every_setting_once():
     shown = f"{result['step']['remat selective']['mfu_of_measured_rate']:.3f}"
     assert sum(shown in line for line in updates) == 1, "it is in several parts of the results"
     assert section.facts(result)["ratio"] >= 1.25 and section.facts(result)["mfu"] >= 0.6
-    assert "s an update in the median" in section.facts(result)["trainer"]
-    assert "not measured" in section.facts({**result, "training": {}})["trainer"]
+    assert "stopped it for 18.4 s;" in section.facts(result)["trainer"]
+    row = {**result["training"]["jaxfb train"], "seconds_saving": [9.0, 2.25]}
+    assert (
+        "stopped it for 9.0 s, 2.2 s;"
+        in section.facts({**result, "training": {"jaxfb train": row}})["trainer"]
+    )
+    for none in ({}, {"jaxfb train": {"result": "failed"}}):
+        assert "not measured" in section.facts({**result, "training": none})["trainer"]
     (claim,) = section.claims(result)
     assert claim.ratio == pytest.approx(1 / section.facts(result)["ratio"])
 

@@ -112,21 +112,27 @@ HOST_IS_FULL = (
 )
 
 
+KEEP_LESS, RAISE = (
+    "keep less on the host with",
+    f"set the environment variable {pinned_memory.LIMIT} to as much as",
+)
+BOTH = ["optimizer.memory=host", "parallel.remat=offload"]
+
+
 @pytest.mark.parametrize(
-    ("overrides", "less"),
+    ("overrides", "gib", "advice"),
     [
-        (["optimizer.memory=host", "parallel.remat=offload"], "optimizer.memory=device parallel.remat=layer"),
-        (["optimizer.memory=host"], "optimizer.memory=device"),
-        ([], None),
+        (BOTH, 2000, f"{KEEP_LESS} optimizer.memory=device parallel.remat=layer or {RAISE} 2000"),
+        (BOTH[:1], 100, f"{KEEP_LESS} optimizer.memory=device"),
+        ([], 2000, f"{RAISE} 2000"),
+        ([], 100, "use more hosts, or hosts with more memory"),
     ],
 )
-def test_a_lack_of_the_hosts_memory_is_answered_with_its_limit(monkeypatch, overrides, less):
+def test_a_lack_of_the_hosts_memory_is_answered_with_its_limit(monkeypatch, overrides, gib, advice):
     monkeypatch.setenv(pinned_memory.LIMIT, "100")
+    monkeypatch.setattr(too_large, "host_memory", lambda: gib * 2**30)
     answer = remedy(load_config("quickstart", overrides), jax.errors.JaxRuntimeError(HOST_IS_FULL))
-    assert (
-        answer.startswith("each GPU may use 100 GiB of the host's memory") and pinned_memory.LIMIT in answer
-    )
-    assert (f"keep less on the host with {less}" in answer) if less else answer.endswith("larger number")
+    assert answer == f"each GPU may use 100 GiB of the host's memory, and no more is free; {advice}"
     monkeypatch.delenv(pinned_memory.LIMIT)
     assert "64 GiB" in remedy(None, jax.errors.JaxRuntimeError(HOST_IS_FULL))
 

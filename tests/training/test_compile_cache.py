@@ -3,7 +3,6 @@
 import jax
 import pytest
 
-from jaxfb.platforms import cpu
 from jaxfb.training.compile_cache import use_compile_cache
 
 
@@ -18,12 +17,17 @@ def no_directory(tmp_path, monkeypatch):
 
 
 def test_programs_of_several_cpu_devices_are_not_kept_unless_it_is_asked_for(no_directory):
-    assert cpu.num_devices() == 8
+    assert jax.local_device_count() == 8
     assert use_compile_cache() is None and not jax.config.jax_compilation_cache_dir
     assert use_compile_cache(no_directory / "asked") == no_directory / "asked"
 
 
 def test_programs_of_one_device_are(no_directory, monkeypatch):
-    monkeypatch.setattr(cpu, "num_devices", lambda: 1)
+    monkeypatch.setattr(jax, "local_device_count", lambda: 1)
     assert use_compile_cache() == no_directory / "jaxfb-compiled"
     assert jax.config.jax_compilation_cache_dir == str(no_directory / "jaxfb-compiled")
+
+
+def test_programs_of_several_gpus_are(no_directory, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert use_compile_cache() == no_directory / "jaxfb-compiled"
