@@ -105,6 +105,22 @@ MUTATIONS = (
     ),
     # forward_backward
     Mutation(
+        "tensor_is_never_left_to_xla",
+        "forward_backward/traced.py",
+        "return cls._over(mesh, manual_axes(mesh), *given)",
+        "return cls._over(mesh, mesh.axis_names, *given)",
+        "forward_backward/test_contract.py::"
+        "test_a_loss_may_constrain_an_array_over_tensor_where_that_axis_has_one_device_too",
+    ),
+    Mutation(
+        "tensor_of_one_device_is_left_to_xla",
+        "forward_backward/traced.py",
+        "if leaves_none_to_xla(mesh):",
+        "if not leaves_none_to_xla(mesh):",
+        "forward_backward/test_contract.py::"
+        "test_a_loss_may_constrain_an_array_over_tensor_where_that_axis_has_one_device_too",
+    ),
+    Mutation(
         "inputs_are_read_late",
         "forward_backward/stage.py",
         "Reads(kept, self._places(layers), ahead=self._on_host)",

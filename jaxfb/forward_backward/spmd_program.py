@@ -2,7 +2,8 @@
 
     microbatches -> weights -> seeds -> forward and backward -> one reduction -> records of the global batch
 
-one `jax.shard_map`, manual over every axis but tensor. What happens between seeds and reduction is a `Strategy`.
+one `jax.shard_map`, manual over every axis but a tensor axis of more than one device. What happens between seeds and
+reduction is a `Strategy`.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class SpmdProgram:
         body, data, specs = self._one_device(params, microbatches, keys)
         check_given(weights, body.traced)
         out_specs = (_manual(self.grad_specs), *self._of_records(body))
-        results = self._on_mesh(body.run, (*specs, P(), P()), out_specs)(*data, grad_scale, weights)
+        results = self._on_mesh(body.run, body.traced.manual, (*specs, P(), P()), out_specs)(
+            *data, grad_scale, weights
+        )
         return *results, body.tokens, body.undivided
 
     def add(
@@ -67,7 +70,9 @@ class SpmdProgram:
         body, data, specs = self._one_device(params, microbatches, keys)
         check_given(weights, body.traced)
         in_specs, out_specs = (*specs, P(), P(), self._each), (self._each, *self._of_records(body))
-        results = self._on_mesh(body.add, in_specs, out_specs)(*data, grad_scale, weights, sums)
+        results = self._on_mesh(body.add, body.traced.manual, in_specs, out_specs)(
+            *data, grad_scale, weights, sums
+        )
         return *results, body.tokens, body.undivided
 
     def reduce(self, sums: PyTree) -> PyTree:
@@ -76,7 +81,9 @@ class SpmdProgram:
         def one_device(sums):
             return self.strategy.reduce(_own(sums), self.grad_specs, split_axes(self.mesh))
 
-        return self._on_mesh(one_device, (self._each,), _manual(self.grad_specs))(sums)
+        return self._on_mesh(one_device, manual_axes(self.mesh), (self._each,), _manual(self.grad_specs))(
+            sums
+        )
 
     @property
     def _each(self) -> P:
@@ -90,7 +97,7 @@ class SpmdProgram:
     def weights(self, params: PyTree, microbatches: PyTree, keys: Any) -> dict:
         """Returns the weight of each term that has one over the whole batch, name -> []."""
         body, data, specs = self._one_device(params, microbatches, keys)
-        return self._on_mesh(body.weights, specs[1:], P())(*data[1:])
+        return self._on_mesh(body.weights, body.traced.manual, specs[1:], P())(*data[1:])
 
     def _one_device(self, params: PyTree, microbatches: PyTree, keys: Any) -> tuple[_OneDevice, tuple, tuple]:
         """Returns the program of one device, its (params, microbatches, keys), and how these are cut."""
@@ -105,10 +112,11 @@ class SpmdProgram:
         specs = (_manual(self.specs), cut, rows_spec(self.mesh))
         return _OneDevice(self, traced, context, num_parts), (params, microbatches, keys), specs
 
-    def _on_mesh(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-        axes = set(manual_axes(self.mesh))
+    def _on_mesh(
+        self, function: Callable, manual: tuple[str, ...], in_specs: Any, out_specs: Any
+    ) -> Callable:
         cut = {"in_specs": in_specs, "out_specs": out_specs}
-        return jax.shard_map(function, mesh=self.mesh, axis_names=axes, check_vma=False, **cut)
+        return jax.shard_map(function, mesh=self.mesh, axis_names=set(manual), check_vma=False, **cut)
 
     def _seen_by_one_device(self, leaf: jax.ShapeDtypeStruct, spec: P) -> jax.ShapeDtypeStruct:
         """Returns the shape of a parameter inside the model's functions: whole but for its share of the experts."""

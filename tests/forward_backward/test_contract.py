@@ -216,6 +216,25 @@ def test_loops_prints_and_transformations_inside_the_loss_are_welcome(loss, capf
     jax.effects_barrier()
 
 
+def test_a_loss_may_constrain_an_array_over_tensor_where_that_axis_has_one_device_too():
+    """Only then is the axis left to XLA's partitioner, for which JAX annotates every operation of the program."""
+
+    def annotations(spec):
+        """Those in the lowered program, and its result."""
+
+        def loss(w, mb, rng):
+            hidden = (
+                lax.with_sharding_constraint(mb["x"] @ jnp.diag(w), spec) if spec else mb["x"] @ jnp.diag(w)
+            )
+            return Sum(((hidden.sum(-1) - mb["y"]) ** 2).sum(), mb["x"].shape[0])
+
+        program = jax.jit(lambda w, batch: get_forward_backward_func(make_mesh(data=2))(loss, w, batch, PLAN))
+        equal(program(W, BATCH), expected())
+        return program.lower(W, BATCH).as_text().count("sharding_constraint")
+
+    assert annotations(None) == 0 < annotations(P(None, "tensor")) == annotations(P(None, P.UNCONSTRAINED))
+
+
 def test_custom_vjp_inside_the_loss_is_obeyed():
     out = run(lambda w, mb, rng: Sum(squares(doubled_gradient(w), mb).sum(), mb["x"].shape[0]))
     loss, grads = expected()
