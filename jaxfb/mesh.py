@@ -98,11 +98,6 @@ def manual_axes(mesh: Mesh) -> tuple[str, ...]:
     return tuple(axis for axis in mesh.axis_names if axis not in AUTOMATIC_AXES)
 
 
-def leaves_none_to_xla(mesh: Mesh) -> bool:
-    """Returns whether every automatic axis of this mesh has size 1, so that XLA has nothing to partition."""
-    return all(mesh.shape[axis] == 1 for axis in AUTOMATIC_AXES if axis in mesh.axis_names)
-
-
 def data_parallel(mesh: Mesh | None) -> int:
     """Returns number of replicas: data * fsdp * expert, and those of a smaller context axis (`with_context`)."""
     return axis_size(mesh, *REPLICA_AXES)

@@ -115,8 +115,8 @@ MUTATIONS = (
     Mutation(
         "tensor_of_one_device_is_left_to_xla",
         "forward_backward/traced.py",
-        "if leaves_none_to_xla(mesh):",
-        "if not leaves_none_to_xla(mesh):",
+        "axis_size(mesh, *AUTOMATIC_AXES) == 1:",
+        "axis_size(mesh, *AUTOMATIC_AXES) == 0:",
         "forward_backward/test_contract.py::"
         "test_a_loss_may_constrain_an_array_over_tensor_where_that_axis_has_one_device_too",
     ),

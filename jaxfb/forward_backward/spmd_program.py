@@ -2,8 +2,8 @@
 
     microbatches -> weights -> seeds -> forward and backward -> one reduction -> records of the global batch
 
-one `jax.shard_map`, manual over every axis but a tensor axis of more than one device. What happens between seeds and
-reduction is a `Strategy`.
+one `jax.shard_map`, manual over every axis but tensor, and on CPU devices over a tensor axis of size 1 too. What
+happens between seeds and reduction is a `Strategy`.
 """
 
 from __future__ import annotations

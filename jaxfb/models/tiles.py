@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 PRODUCT, OUTER_PRODUCT = "grouped_product", "grouped_outer_product"
 """The names of the kernels that multiply tiles, by which the planner knows them in a compiled program."""
@@ -31,7 +32,8 @@ class Tiles(NamedTuple):
         """Makes tiles for all rows, however they are spread over groups, but the first `done` of each group."""
         num_groups = sizes.shape[0]
         tile = jnp.arange(num_rows // size + num_groups, dtype=jnp.int32)
-        tiles_of = -(-(sizes - done) // size)
+        # neither is negative: `//`, which rounds down, would be twenty operations
+        tiles_of = lax.div(sizes - done + size - 1, jnp.asarray(size, sizes.dtype))
         tile_ends, row_ends = jnp.cumsum(tiles_of), jnp.cumsum(sizes)
         group = jnp.minimum((tile[:, None] >= tile_ends).sum(1, dtype=jnp.int32), num_groups - 1)
         first = (row_ends - sizes + done)[group] + (tile - (tile_ends - tiles_of)[group]) * size

@@ -301,7 +301,8 @@ def move(x: jax.Array, slots: Slots, copies: int = 1) -> jax.Array:
 
     An empty slot gets a row of x that is never read; filling it with zeros would take another pass over all slots.
     """
-    return jnp.take(x, slots.source // copies, axis=0, mode="clip")
+    source = lax.div(slots.source, jnp.asarray(copies, slots.source.dtype))
+    return jnp.take(x, source, axis=0, mode="clip")
 
 
 @custom_vjp(2)
