@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # the jax extra that fits this machine's accelerator, if it has one
 EXTRA := $(shell if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then echo ',cuda'; elif ls /dev/accel* /dev/vfio/[0-9]* >/dev/null 2>&1; then echo ',tpu'; fi)
 
-.PHONY: train test test-fast lint soak clean
+.PHONY: train test test-all test-fast lint soak clean
 
 $(VENV)/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "jaxfb needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0] + "; use make PYTHON=python3.11")'
@@ -29,8 +29,12 @@ train: $(VENV)/installed
 test: $(VENV)/installed-test
 	$(BIN)/python -m pytest -q $(SPREAD)
 
+# further combinations too, which take longest: an hour and more on two cores
+test-all: $(VENV)/installed-test
+	$(BIN)/python -m pytest -q $(SPREAD) -m ""
+
 test-fast: $(VENV)/installed-test
-	$(BIN)/python -m pytest -q $(SPREAD) -m "not slow"
+	$(BIN)/python -m pytest -q $(SPREAD) -m "not slow and not thorough"
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -21,6 +21,7 @@ import json  # noqa: E402
 import environment  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
+import thorough  # noqa: E402
 from quickly import flags  # noqa: E402
 
 import jaxfb.platforms.cpu  # noqa: E402
@@ -80,11 +81,13 @@ def pytest_sessionfinish(session):
         program_cache.remove_old(kept)
 
 
-def pytest_collection_modifyitems(items):
-    """A name must be the same in every process that runs tests: no address of an object in it."""
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out those that `-m` does not name
+def pytest_collection_modifyitems(config, items):
+    """Checks that a name is the same in every process that runs tests: no address of an object in it."""
     for item in items:
         if " at 0x" in item.nodeid:
             raise pytest.UsageError(f"the name of a test contains an object's address: {item.nodeid}")
+    thorough.mark(config, items)
 
 
 @pytest.fixture

@@ -1,0 +1,30 @@
+"""Marks the tests in `thorough.txt`, one id a line, as thorough: `make test` leaves them out, `make test-all` does not.
+
+They are further combinations of what other cases show, and take longest to compile. Which test is asked for by its own
+id runs in any case.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+LISTED = frozenset((Path(__file__).parent / "thorough.txt").read_text().splitlines())
+
+
+def mark(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks the listed tests among `items`.
+
+    Raises:
+      pytest.UsageError: the whole suite is there, and some listed test is not.
+    """
+    if any("::" in argument for argument in config.args):
+        return
+    listed = [item for item in items if item.nodeid in LISTED]
+    for item in listed:
+        item.add_marker(pytest.mark.thorough)
+    if config.args == config.getini("testpaths") and (missing := LISTED - {item.nodeid for item in listed}):
+        raise pytest.UsageError(
+            f"tests/thorough.txt names tests that are not there: {', '.join(sorted(missing))}"
+        )
