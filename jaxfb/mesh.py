@@ -135,7 +135,12 @@ def platform_here() -> str:
     That of the mesh in context, whose devices need not be at hand (as where a laptop compiles for a TPU pod); outside
     any mesh, of this process.
     """
-    device = jax.sharding.get_abstract_mesh().abstract_device
+    return platform_of(jax.sharding.get_abstract_mesh())
+
+
+def platform_of(mesh: Mesh | AbstractMesh) -> str:
+    """Returns "tpu", "gpu" or "cpu": that of the mesh's devices; of this process, where it has none."""
+    device = mesh.abstract_mesh.abstract_device
     return jax.default_backend() if device is None else device.platform
 
 

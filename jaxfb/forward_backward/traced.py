@@ -10,7 +10,7 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh
 
-from jaxfb.mesh import AUTOMATIC_AXES, axis_size, manual_axes
+from jaxfb.mesh import AUTOMATIC_AXES, axis_size, manual_axes, platform_of
 from jaxfb.platforms.compat import cut_down, equations, opened, silent
 from jaxfb.types import LossFn, LossOutput, PyTree
 
@@ -43,7 +43,7 @@ class Traced:
         v5p, fsdp 64: 7.20 GB in place of 5.86 GB, libtpu 0.0.48). Not measured on GPUs.
         """
         given = (loss_fn, params, microbatch, rng)
-        if mesh.devices.flat[0].platform == "cpu" and axis_size(mesh, *AUTOMATIC_AXES) == 1:
+        if platform_of(mesh) == "cpu" and axis_size(mesh, *AUTOMATIC_AXES) == 1:
             with suppress(Exception):  # a function that is broken fails again below
                 return cls._over(mesh, mesh.axis_names, *given)
         return cls._over(mesh, manual_axes(mesh), *given)
