@@ -1,7 +1,7 @@
-"""Marks the tests in `thorough.txt`, one id a line, as thorough: `make test` leaves them out, `make test-all` does not.
+"""Marks the tests that `thorough.txt` lists, one id a line: `make test` leaves them out, `make test-all` runs them.
 
-They are further combinations of what other cases show, and take longest to compile. Which test is asked for by its own
-id runs in any case.
+They are further combinations of what other cases show, and take long to compile. A test that the command line names by
+its own id always runs.
 """
 
 from __future__ import annotations
