@@ -113,6 +113,13 @@ MUTATIONS = (
         "test_a_loss_may_constrain_an_array_over_tensor_where_that_axis_has_one_device_too",
     ),
     Mutation(
+        "axes_are_all_manual_on_tpus",
+        "forward_backward/traced.py",
+        'if platform_of(mesh) == "cpu" and axis_size',
+        "if axis_size",
+        "planner/test_kernels.py::test_a_trace_counts_the_kernels_products",
+    ),
+    Mutation(
         "tensor_of_one_device_is_left_to_xla",
         "forward_backward/traced.py",
         "axis_size(mesh, *AUTOMATIC_AXES) == 1:",

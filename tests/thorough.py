@@ -17,7 +17,7 @@ def mark(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks the listed tests among `items`.
 
     Raises:
-      pytest.UsageError: the whole suite is there, and some listed test is not.
+      pytest.UsageError: the whole suite was collected, and a listed test is not in it.
     """
     if any("::" in argument for argument in config.args):
         return

@@ -36,11 +36,12 @@ class Traced:
     def inside(cls, mesh: Mesh, loss_fn: LossFn, params: PyTree, microbatch: PyTree, rng: Any) -> Traced:
         """Traces it inside `jax.shard_map`, where it may name the mesh's axes.
 
-        On CPU devices an automatic axis of size 1 is manual too, unless the function names it, as a sharding constraint
-        may: beside an automatic axis JAX annotates every operation for XLA's partitioner, a third of a program's
-        instructions and of the time to compile it. TPUs keep it automatic: without the annotations their compiler has
-        the inputs of all layers in one layout in the forward and in another in the backward, and copies them (8B on
-        v5p, fsdp 64: 7.20 GB in place of 5.86 GB, libtpu 0.0.48). Not measured on GPUs.
+        On CPU devices an automatic axis of size 1 is manual too, unless the function's forward names it in a sharding
+        constraint. Beside an automatic axis JAX annotates every operation for XLA's partitioner: a third of the
+        instructions of a pipeline of experts, and a sixth of the time to trace and compile it. On TPUs the axis stays
+        automatic: without annotations their compiler chooses one layout for the inputs of all layers in the forward
+        and another in the backward, and copies them (8B on v5p, fsdp 64: 7.20 GB in place of 5.86 GB, libtpu 0.0.48).
+        Not measured on GPUs.
         """
         given = (loss_fn, params, microbatch, rng)
         if platform_of(mesh) == "cpu" and axis_size(mesh, *AUTOMATIC_AXES) == 1:

@@ -217,10 +217,10 @@ def test_loops_prints_and_transformations_inside_the_loss_are_welcome(loss, capf
 
 
 def test_a_loss_may_constrain_an_array_over_tensor_where_that_axis_has_one_device_too():
-    """Only then is the axis left to XLA's partitioner, for which JAX annotates every operation of the program."""
+    """Such a loss leaves the axis to XLA's partitioner, for which JAX annotates every operation; others do not."""
 
     def annotations(spec):
-        """Those in the lowered program, and its result."""
+        """Returns how many annotations the program has; its numbers are those of one device."""
 
         def loss(w, mb, rng):
             hidden = (
