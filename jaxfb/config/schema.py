@@ -370,5 +370,14 @@ def _not_a_section(cls: type, values: Any, prefix: str) -> str:
     name = prefix.rstrip(".")
     if values is None:
         return f"[config] {name or 'the file'} is empty; give {', '.join(_required(cls) or fields_of(cls))}"
-    hint = f"; did you mean {SYNONYMS[name]}={shown(values)}?" if name in SYNONYMS else ""
+    meant = _meant_by_a_word(cls, values, name)
+    hint = f"; did you mean {meant}?" if meant else ""
     return f"[config] {name}={_as_written(values)} must be a section with {', '.join(fields_of(cls))}{hint}"
+
+
+def _meant_by_a_word(cls: type, value: Any, section: str) -> str | None:
+    """Returns the override that was probably meant by one value in place of a section: optimizer=adam is its name."""
+    words = [*_words(fields_of(cls).get("name", str))] if isinstance(value, str) else []
+    for word in difflib.get_close_matches(str(value), words, n=1):
+        return f"{section}.name={word}"
+    return f"{SYNONYMS[section]}={shown(value)}" if section in SYNONYMS else None
