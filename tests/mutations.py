@@ -982,6 +982,27 @@ MUTATIONS = (
         "forward_backward/test_overlap_grad_reduce.py::test_gradients_are_those_of_one_device",
     ),
     Mutation(
+        "bubbles_of_the_last_tick_are_reduced",
+        "forward_backward/target.py",
+        "grad = jnp.where(self.valid, grad.astype(leaf.dtype), 0)\n            if before",
+        "grad = grad.astype(leaf.dtype)\n            if before",
+        "forward_backward/test_last_tick.py::test_gradients_are_those_of_one_device",
+    ),
+    Mutation(
+        "only_the_first_chunk_is_reduced",
+        "forward_backward/last_tick.py",
+        "others = self.reduce_stacked(jax.tree.map(lambda leaf: leaf[1:], sums))",
+        "others = jax.tree.map(lambda leaf: leaf[1:], sums)",
+        "forward_backward/test_last_tick.py::test_gradients_are_those_of_one_device",
+    ),
+    Mutation(
+        "the_last_tick_runs_twice",
+        "schedules/program.py",
+        "shorter = last._replace(stop=last.stop - 1)",
+        "shorter = last",
+        "forward_backward/test_last_tick.py::test_gradients_are_those_of_one_device",
+    ),
+    Mutation(
         "reduced_gradients_beside_the_sums",
         "forward_backward/last_microbatch.py",
         "zero.shape == so_far.shape, zeros, before)",

@@ -7,10 +7,19 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal
 
+from jaxfb.schedules import kind_of
+
 REPLICA_AXES = ("data", "fsdp", "expert")
 PIPELINED = ("stages", "transformer", "moe", "sums")
 """The models that can be cut into stages."""
 Remainder = Literal["error", "pad", "drop"]
+
+
+def can_overlap(pipe: int, schedule: str | None, optimizer_sharding: str | None) -> bool:
+    """Returns whether `overlap_grad_reduce` is possible: a drawn table may end with several chunks."""
+    if pipe > 1 and schedule is not None and (schedule == "random" or kind_of(schedule).by_device):
+        return False
+    return optimizer_sharding != "gradients"
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from jaxfb.checking.case import PIPELINED, REPLICA_AXES, Case
+from jaxfb.checking.case import PIPELINED, REPLICA_AXES, Case, can_overlap
 from jaxfb.checking.dice import Dice
 from jaxfb.schedules.by_device import runs_on
 
@@ -276,8 +276,8 @@ def _update(dice: Dice, values: dict[str, Any]) -> dict[str, Any]:
 
 def _overlap(dice: Dice, values: dict[str, Any]) -> dict[str, Any]:
     """Draws whether the last microbatch's backward reduces gradients, where it can."""
-    can = values["model"] in PIPELINED and "pipe" not in values["mesh"]
-    if not can or values["optimizer_sharding"] == "gradients":
+    given = values["mesh"].get("pipe", 1), values.get("schedule"), values["optimizer_sharding"]
+    if values["model"] not in PIPELINED or not can_overlap(*given):
         return {}
     return {"overlap_grad_reduce": dice.weighted({None: 2, True: 1})}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxfb.checking.case import SIMPLEST, Case, narrower
+from jaxfb.checking.case import SIMPLEST, Case, can_overlap, narrower
 
 MOST_TRIES = 60
 LISTS = ("terms", "metrics", "outputs", "leaves")
@@ -99,7 +99,7 @@ def legal(after: Case, before: Case) -> Case:
         after = after.but(attention=None)
     if context > 1 and after.length % (2 * context):
         after = after.but(length=2 * context)
-    if after.optimizer_sharding == "gradients" or after.pipe > 1:
+    if not can_overlap(after.pipe, after.schedule, after.optimizer_sharding):
         after = after.but(overlap_grad_reduce=None)
     if after.reduce_dtype and narrower(after.reduce_dtype, after.accumulates_in) != after.reduce_dtype:
         after = after.but(reduce_dtype=None)

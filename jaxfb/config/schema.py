@@ -377,7 +377,8 @@ def _not_a_section(cls: type, values: Any, prefix: str) -> str:
 
 def _meant_by_a_word(cls: type, value: Any, section: str) -> str | None:
     """Returns the override that was probably meant by one value in place of a section: optimizer=adam is its name."""
-    words = [*_words(fields_of(cls).get("name", str))] if isinstance(value, str) else []
-    for word in difflib.get_close_matches(str(value), words, n=1):
-        return f"{section}.name={word}"
+    if isinstance(value, str):
+        names = [*_words(fields_of(cls).get("name", str))]
+        for word in difflib.get_close_matches(value, names, n=1):
+            return f"{section}.name={word}"
     return f"{SYNONYMS[section]}={shown(value)}" if section in SYNONYMS else None

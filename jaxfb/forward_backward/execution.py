@@ -117,12 +117,14 @@ class Execution:
         dtypes = jax.tree.map(jnp.promote_types, like(sums, self.dtypes["layers"]), sums)
         return lambda grads: data.before_scatter(grads, like(grads, specs), like(grads, dtypes), reduce_dtype)
 
-    def reduce_layer(self, grad_specs: PyTree, axes: tuple[str, ...]) -> Reduce:
-        """Returns what sums the gradients of one layer over `axes`; grad_specs: of the gradients of all layers."""
+    def reduce_layer(self, grad_specs: PyTree, axes: tuple[str, ...], stacked: int = 0) -> Reduce:
+        """Returns what sums the gradients of one layer over `axes`; grad_specs: of the gradients of all layers.
+
+        stacked: as of `last_microbatch.reduce_layer`.
+        """
         specs = like(self.sums["layers"], self._layer_specs())
-        return reduce_layer(
-            specs, grad_specs, partial(data.reduce_gradients, axes=axes, gather=self.fsdp_gather)
-        )
+        reduce = partial(data.reduce_gradients, axes=axes, gather=self.fsdp_gather)
+        return reduce_layer(specs, grad_specs, reduce, stacked)
 
     def _layer_specs(self) -> PyTree:
         """Returns those of the stacked leaves without their first dim."""

@@ -3,7 +3,8 @@
 The one reduction of a call otherwise waits until all is computed, and nothing is left to run beside it. Here the last
 microbatch is written out behind the loop over the others. Its backward adds what they have summed up to each layer's
 gradients, and reduces these while it computes those of the layer before: still once, and in the same order. Megatron-LM
-does so under the same name, in buckets. What is beside the layers is reduced after them.
+does so under the same name, in buckets. What is beside the layers is reduced after them. A pipeline reduces them in its
+last tick (`last_tick.py`).
 
 The price is a larger program, and on TPUs two layers' gradients in float32. Gradients whose shape the reduction does
 not change are written over the sums of the other microbatches, and take no memory beside them: 8B on v6e:8x8, data 2 x
@@ -35,6 +36,7 @@ from jax.sharding import PartitionSpec as P
 from jaxfb.forward_backward.mixed_stage import MixedStage
 from jaxfb.forward_backward.stage import Stage
 from jaxfb.forward_backward.target import Target, only_chunk
+from jaxfb.parallel.sharding import axes_of
 from jaxfb.refusal import Refused
 from jaxfb.trainable import like
 from jaxfb.types import PyTree
@@ -54,35 +56,48 @@ class LastMicrobatch:
     reduce: Reduce
 
     def target(self, layers: PyTree, accum_dtypes: PyTree, before: PyTree | None) -> Target:
-        """Returns what the reduced gradients of all layers are written to, with the sums of the microbatches before.
-
-        before: those sums; None: there are none. Reduced gradients of the same shape are written over them, so that the
-          memory of one sum is enough; the others are written to zeros.
-        """
-        number = jax.tree.leaves(layers)[0].shape[0]
+        """Returns as `reduced_target`. before: sums of the microbatches before the last; None: there are none."""
 
         def one(leaf: jax.Array, dtype: Any) -> jax.ShapeDtypeStruct | None:
-            return None if dtype is None else jax.ShapeDtypeStruct(leaf.shape[1:], dtype)
+            return None if dtype is None else jax.ShapeDtypeStruct(leaf.shape, dtype)
 
-        shapes = jax.eval_shape(self.reduce, jax.tree.map(one, layers, accum_dtypes))
-        zeros = jax.tree.map(lambda leaf: jnp.zeros((number, *leaf.shape), leaf.dtype), shapes)
-        if before is None:
-            return only_chunk(zeros)
-        fits = jax.tree.map(lambda zero, so_far: zero.shape == so_far.shape, zeros, before)
-        sums = jax.tree.map(lambda fit, zero, so_far: so_far if fit else zero, fits, zeros, before)
-        apart = jax.tree.map(lambda fit, so_far: None if fit else so_far, fits, before)
-        return only_chunk(sums)._replace(before=only_chunk(apart).sums)
+        return reduced_target(self.reduce, jax.tree.map(one, layers, accum_dtypes), before)
 
 
-def reduce_layer(specs: PyTree, grad_specs: PyTree, reduce: Callable[[jax.Array, P, P], jax.Array]) -> Reduce:
+def reduced_target(reduce: Reduce, sums: PyTree, before: PyTree | None) -> Target:
+    """Returns what the reduced gradients of all layers are written to, with the sums of the microbatches before.
+
+    Args:
+      reduce: sums one layer's gradients over the devices.
+      sums: the shapes and dtypes of a device's sums, [l, ...].
+      before: those sums themselves; None: there are none. Reduced gradients of the same shape are written over them, so
+        that the memory of one sum is enough; the others are written to zeros.
+    """
+    number = jax.tree.leaves(sums)[0].shape[0]
+    of_layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), sums)
+    shapes = jax.eval_shape(reduce, of_layer)
+    zeros = jax.tree.map(lambda leaf: jnp.zeros((number, *leaf.shape), leaf.dtype), shapes)
+    if before is None:
+        return only_chunk(zeros)
+    fits = jax.tree.map(lambda zero, so_far: zero.shape == so_far.shape, zeros, before)
+    written = jax.tree.map(lambda fit, zero, so_far: so_far if fit else zero, fits, zeros, before)
+    apart = jax.tree.map(lambda fit, so_far: None if fit else so_far, fits, before)
+    return only_chunk(written)._replace(before=only_chunk(apart).sums)
+
+
+def reduce_layer(
+    specs: PyTree, grad_specs: PyTree, reduce: Callable[[jax.Array, P, P], jax.Array], stacked: int = 0
+) -> Reduce:
     """Returns a function that reduces the gradients of one layer, or of some of its leaves.
 
     specs: of one layer. grad_specs: of the stacked gradients; those that it cuts among the layers stay as they are.
     reduce: (gradient, spec, spec of the gradient) of one leaf.
+    stacked: number of dims, which nothing cuts, in which gradients of several layers are stacked.
     """
+    lead = (None,) * stacked
 
     def one(grad: jax.Array, spec: P, grad_spec: P) -> jax.Array:
-        return grad if cuts_layers(grad_spec) else reduce(grad, spec, P(*grad_spec[1:]))
+        return grad if cuts_layers(grad_spec) else reduce(grad, P(*lead, *spec), P(*lead, *grad_spec[1:]))
 
     def reduce_all(grads: PyTree) -> PyTree:
         return jax.tree.map(one, grads, like(grads, specs), like(grads, grad_specs))
@@ -91,8 +106,8 @@ def reduce_layer(specs: PyTree, grad_specs: PyTree, reduce: Callable[[jax.Array,
 
 
 def cuts_layers(spec: P) -> bool:
-    """Returns whether a spec of stacked leaves cuts their first dim, that of the layers."""
-    return len(spec) > 0 and spec[0] is not None
+    """Returns whether a spec of stacked leaves cuts the layers of a stage: their first dim, other than over pipe."""
+    return len(spec) > 0 and bool({*axes_of(spec[0])} - {"pipe"})
 
 
 Obstacle = tuple[str, dict[str, Any]]
@@ -108,10 +123,17 @@ def overlaps(asked: bool | None, platform: str | None, obstacle: Obstacle | None
     return platform not in (None, "cpu") and obstacle is None and reduces if asked is None else asked
 
 
-def obstacle_to_overlap(pipe: int, sharding: str | None) -> Obstacle | None:
-    """Returns the first obstacle of a `Pipelined` with these options, None where there is none."""
-    if pipe > 1:
-        return f"a mesh with pipe=1, this one has pipe={pipe}; use None", {"overlap_grad_reduce": None}
+def obstacle_to_overlap(schedule: str | None, sharding: str | None) -> Obstacle | None:
+    """Returns the first obstacle of a `Pipelined` with these options, None where there is none.
+
+    schedule: the name of one without `Program.ends_with_first_chunk`, None if there is no such pipeline.
+    """
+    if schedule is not None:
+        needed = (
+            "a schedule of whole sequences whose devices are in lockstep and end with their first chunk, such as "
+            f'schedule="1f1b", got {schedule!r}; use None'
+        )
+        return needed, {"overlap_grad_reduce": None}
     if sharding == "gradients":
         needed = 'optimizer_sharding="none" or "data", got "gradients"; use "data"'
         return needed, {"optimizer_sharding": "data"}

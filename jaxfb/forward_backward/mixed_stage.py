@@ -4,7 +4,7 @@ gathered.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jaxfb.forward_backward.handed import Handed
 from jaxfb.forward_backward.layer_passes import Layers, StageInputs
@@ -28,6 +28,10 @@ class MixedStage:
     def gathers_ahead(self) -> bool:
         """Returns whether layers are gathered before their use."""
         return any(part.gathers_ahead for part in self._parts)
+
+    def reducing(self, reduce: Callable[[PyTree], PyTree], before: Callable[[PyTree], PyTree]) -> MixedStage:
+        """Returns as `Stage.reducing`."""
+        return MixedStage([part.reducing(reduce, before) for part in self._parts])
 
     def forward(
         self,

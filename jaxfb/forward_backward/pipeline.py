@@ -9,6 +9,7 @@ instead: a device runs the kinds that are valid for it. What it sends and receiv
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from jax import lax
 
 from jaxfb.forward_backward.accumulate import added, empty_sums
 from jaxfb.forward_backward.head_placement import HeadPlacement
+from jaxfb.forward_backward.last_tick import LastTick
 from jaxfb.forward_backward.layer_passes import Layers, StageInputs
 from jaxfb.forward_backward.mixed_stage import MixedStage
 from jaxfb.forward_backward.reduce import masked
@@ -68,6 +70,7 @@ class Executor:
     """Runs a program. `poison` fills bubbles with NaN: they must reach neither loss nor gradient.
 
     whole: parameters of the first layers of each chunk that stay gathered, [num_chunks, k, ...], or None.
+    last: reduces the gradients of the layers over the devices in the last tick; None: they stay this device's.
     """
 
     program: Program
@@ -76,6 +79,7 @@ class Executor:
     layout: pipe.Layout
     poison: bool = False
     whole: PyTree = None
+    last: LastTick | None = None
 
     @property
     def tick(self) -> type[Tick]:
@@ -99,11 +103,23 @@ class Executor:
         buffers = tick.empty_buffers(accum_dtypes)
         if so_far is not None:
             buffers = buffers._replace(grads=so_far)
-        for phase in self.program.phases:
-            buffers = self._phase(phase, tick, buffers)
+        last, program = self.last, self.program
+        for phase in program.phases if last is None else program.phases_before_last_tick:
+            one, rows = self._of_phase(phase, tick)
+            buffers = lax.scan(lambda b, row: (one(b, row), None), buffers, rows)[0]  # noqa: B023
+        if last is not None:
+            buffers = self._last_tick(last, tick, buffers)
         return buffers.grads, self._answer(buffers)
 
-    def _phase(self, phase: Phase, tick: Tick, buffers: Buffers) -> Buffers:
+    def _last_tick(self, last: LastTick, tick: Tick, buffers: Buffers) -> Buffers:
+        """Runs the last tick; the gradients of the layers are reduced then."""
+        sums = buffers.grads.layers
+        one, rows = self._of_phase(self.program.last_tick, tick.reducing(last))
+        buffers = one(buffers, jax.tree.map(lambda row: row[0], rows))
+        return buffers._replace(grads=buffers.grads._replace(layers=last.joined(sums, buffers.grads.layers)))
+
+    def _of_phase(self, phase: Phase, tick: Tick) -> tuple[Callable[[Buffers, Any], Buffers], tuple]:
+        """Returns what runs a tick of a phase, (buffers, row) -> buffers, and the rows of all its ticks."""
         rows = {name: np.asarray(row, np.int32) for name, row in self.program.phase_rows(phase).items()}
         own = {name: row for name, row in rows.items() if row.ndim == 2}
         shared = {name: row for name, row in rows.items() if row.ndim == 1}
@@ -111,13 +127,13 @@ class Executor:
         mine = read_one(np.stack([*own.values()], 1), lax.axis_index("pipe"), 2)
         arrivals = self.program.arrivals(phase)
         events = {name: _when(rows[f"{name}_valid"]) for name in ("embed", "loss", "embed_gradient")}
-        with jax.named_scope(f"phase_{phase.kinds}"):
 
-            def run(b, row):
-                row = row[0] | {name: row[1][place] for place, name in enumerate(own)}
-                return tick(b, row, phase.kinds, arrivals, events), None
+        def run(b, row):
+            row = row[0] | {name: row[1][place] for place, name in enumerate(own)}
+            with jax.named_scope(f"phase_{phase.kinds}"):
+                return tick(b, row, phase.kinds, arrivals, events)
 
-            return lax.scan(run, buffers, (shared, mine))[0]
+        return run, (shared, mine)
 
     def _answer(self, buffers: Buffers) -> LossOutput:
         """Returns the records as one LossOutput with [num_microbatches, ...] leaves, equal on all devices of the
@@ -142,6 +158,13 @@ class Tick:
         )
         self._poison, self._shapes = executor.poison, self._traced()
         self._keeps_order = self._layout.num_chunks > 1 and self._program.num_pieces == 1
+        self._target: Callable[[PyTree, jax.Array, jax.Array], Target] = Target
+
+    def reducing(self, last: LastTick) -> Tick:
+        """Returns what runs the last tick where it reduces gradients."""
+        tick = copy(self)
+        tick._stage, tick._target = last.stage(self._stage), last.target
+        return tick
 
     def _traced(self) -> Shapes:
         """Returns what a stage reads and writes, in shapes."""
@@ -263,7 +286,7 @@ class Tick:
         if self._splits:
             slot, before = self._stage.backward_input(*arguments, self._slot_at(saved, row["b_cotangent"]))
             return slot.buffers, sums, before
-        target = Target(sums, chunk, row["b_valid"] == 1)
+        target = self._target(sums, chunk, row["b_valid"] == 1)
         return saved, *self._stage.backward(*arguments, target)[:2]
 
     def _embed_backward(self, b: Buffers, row: dict, before: PyTree, when: str) -> Buffers:
@@ -283,7 +306,7 @@ class Tick:
         seeds = self._seed(row["w_microbatch"], b.layer_records.terms)
 
         def run(sums):
-            target = Target(sums, chunk, row["w_valid"] == 1)
+            target = self._target(sums, chunk, row["w_valid"] == 1)
             return self._stage.backward_weight(self._layers(chunk), *slots, seeds, inputs, target)
 
         with jax.named_scope("W"):

@@ -107,7 +107,10 @@ class Resolved:
     @property
     def obstacle_to_overlap(self) -> Obstacle | None:
         """Returns what is in the way of reducing gradients beside the last microbatch, None if nothing is."""
-        return obstacle_to_overlap(axis_size(self.mesh, "pipe"), self.options.optimizer_sharding)
+        schedule, unfit = self.schedule, None
+        if schedule is not None and not schedule.program.ends_with_first_chunk:
+            unfit = schedule.name
+        return obstacle_to_overlap(unfit, self.options.optimizer_sharding)
 
     def strategy(self, forward_only: bool) -> Strategy:
         """Returns the way from seeds to gradients on this mesh."""

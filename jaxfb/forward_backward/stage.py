@@ -7,19 +7,21 @@ every layer, or the stage's input alone.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfb.forward_backward.ahead import Ahead, Gathered
+from jaxfb.forward_backward.ahead import Ahead, Gathered, Late
 from jaxfb.forward_backward.handed import Handed
 from jaxfb.forward_backward.late_scatter import LateScatter
 from jaxfb.forward_backward.layer_passes import LayerPasses, Layers, StageInputs
 from jaxfb.forward_backward.reads import Reads
 from jaxfb.forward_backward.reduce import masked
-from jaxfb.forward_backward.sequential import sum_of_layers
+from jaxfb.forward_backward.sequential import as_is, sum_of_layers
 from jaxfb.forward_backward.slot import Slot, empty_slots
 from jaxfb.forward_backward.target import OfLayer, Target
 from jaxfb.types import LossOutput, PyTree
@@ -75,6 +77,15 @@ class Stage:
     def takes_whole(self) -> bool:
         """Returns whether it runs layers that stay gathered."""
         return isinstance(self._ahead, Gathered)
+
+    def reducing(self, reduce: Callable[[PyTree], PyTree], before: Callable[[PyTree], PyTree]) -> Stage:
+        """Returns a stage whose backward reads what this one's forward has kept, and reduces gradients a layer late.
+
+        reduce: as of `Ahead`. before: casts a layer's gradients, where they are not scattered as well.
+        """
+        other, late = copy(self), Late(as_is, (), before)
+        other._ahead = replace(late if self._ahead is None else self._ahead, reduce=(reduce,))
+        return other
 
     def forward(
         self,

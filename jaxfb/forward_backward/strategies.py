@@ -17,6 +17,7 @@ from jaxfb.forward_backward import accumulate
 from jaxfb.forward_backward.execution import Execution, is_cut_over
 from jaxfb.forward_backward.in_place import InPlace
 from jaxfb.forward_backward.last_microbatch import LastMicrobatch, cuts_layers
+from jaxfb.forward_backward.last_tick import LastTick
 from jaxfb.forward_backward.loss import checked
 from jaxfb.forward_backward.piece_executor import PieceExecutor
 from jaxfb.forward_backward.pipeline import Executor, Weights
@@ -174,30 +175,44 @@ class Pipelining:
         layers = data.compute_params(layers, specs, execution.fsdp_gather, *dtypes)
         return Weights(outer, pipe.to_chunks(layers, self.layout))
 
-    def forward_backward(self, prepared, microbatches, keys, seeds, accum_dtypes, so_far=None):
+    def forward_backward(self, prepared, microbatches, keys, seeds, accum_dtypes, so_far=None, last=None):
         dtypes = Weights(outer_params(accum_dtypes), accum_dtypes["layers"])
         outer, model, read = prepared.outer, self.model, prepared
         if len(jax.tree.leaves(dtypes.outer)) < len(jax.tree.leaves(outer)):  # some are frozen
             model = of_trained(model, outer)
             read = prepared._replace(outer=self.execution.trained(outer, "outer"))
-        executor = self._executor(self.schedule, prepared, model)
+        executor = replace(self._executor(self.schedule, prepared, model), last=last)
         return executor.run(read, microbatches, keys, seeds, dtypes, so_far)
 
     def reduced(self, prepared, microbatches, keys, seeds, accum_dtypes, grad_specs, axes):
-        grads, out = self.forward_backward(prepared, microbatches, keys, seeds, accum_dtypes)
+        trained = bool(jax.tree.leaves(accum_dtypes["layers"]))
+        last = self._last(grad_specs["layers"], axes) if trained else None
+        grads, out = self.forward_backward(prepared, microbatches, keys, seeds, accum_dtypes, last=last)
         assert grads is not None  # there are seeds
-        return self.reduce(grads, grad_specs, axes), out
+        return self.reduce(grads, grad_specs, axes, layers_are_reduced=last is not None), out
+
+    def _last(self, grad_specs: PyTree, axes: tuple[str, ...]) -> LastTick | None:
+        """Returns what reduces the layers' gradients over `axes` in the last tick; None: they are reduced after it."""
+        execution = self.execution
+        if not (execution.overlap_grad_reduce and self.schedule.program.ends_with_first_chunk):
+            return None
+        reduce, stacked = (execution.reduce_layer(grad_specs, axes, number) for number in (0, 2))
+        return LastTick(reduce, stacked, execution.layer_before_scatter(None))
 
     def forward(self, prepared, microbatches, keys):
         executor = self._executor(self.schedule.forward_only(), prepared, self.model)
         return executor.run(prepared, microbatches, keys, None, None)[1]
 
-    def reduce(self, grads: Weights, grad_specs, axes):
+    def reduce(self, grads: Weights, grad_specs, axes, layers_are_reduced: bool = False):
         execution, specs = self.execution, self.execution.trained(self.execution.specs)
         layers = pipe.from_chunks(grads.layers, self.layout, sum(self.layout.layers_per_stage))
-        layers = data.reduce_gradients(
-            layers, specs["layers"], grad_specs["layers"], axes, execution.fsdp_gather
-        )
+
+        def reduce(grad: jax.Array, spec: P, grad_spec: P) -> jax.Array:
+            if layers_are_reduced and not cuts_layers(grad_spec):
+                return grad
+            return data.reduce_gradients(grad, spec, grad_spec, axes, execution.fsdp_gather)
+
+        layers = jax.tree.map(reduce, layers, specs["layers"], grad_specs["layers"])
         outer = (grads.outer, outer_params(specs), outer_params(grad_specs))
         return data.reduce_gradients(*outer, (*axes, "pipe"), "step") | {"layers": layers}
 

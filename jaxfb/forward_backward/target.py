@@ -74,7 +74,7 @@ class Target(NamedTuple):
         def add(grad: jax.Array | None, leaf: jax.Array, before: jax.Array | None) -> jax.Array | None:
             if grad is None:
                 return None
-            grad = grad.astype(leaf.dtype)
+            grad = jnp.where(self.valid, grad.astype(leaf.dtype), 0)
             if before is None and leaf.shape[2:] != grad.shape:
                 return grad  # there are no microbatches before
             before = leaf if before is None else before

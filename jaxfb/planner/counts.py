@@ -122,7 +122,8 @@ def gathers_before_use(config: Config, topology: Topology) -> bool:
 def reduces_beside(config: Config, topology: Topology) -> bool:
     """Returns True if the last microbatch's backward reduces the layers' gradients."""
     mesh, gather = config.mesh, config.parallel.fsdp_gather
-    obstacle = obstacle_to_overlap(mesh.pipe, config.optimizer.sharding)
+    unfit = mesh.pipe > 1 and (schedule_kind(config).by_device or config.parallel.pieces > 1)
+    obstacle = obstacle_to_overlap(schedule_name(config) if unfit else None, config.optimizer.sharding)
     reduces = mesh.data > 1 or (gather == "step" and num_shards(config) > 1)
     return overlaps(config.parallel.overlap_grad_reduce, topology.platform, obstacle, reduces)
 

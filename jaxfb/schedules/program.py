@@ -127,6 +127,29 @@ class Program:
         """Returns the rows of one phase, to be handed to its scan."""
         return {name: row[phase.start : phase.stop] for name, row in self.rows.items()}
 
+    @property
+    def last_tick(self) -> Phase:
+        """Returns the last tick as a phase of its own."""
+        kinds = "".join(kind for kind in KINDS if any(self.rows[f"{kind.lower()}_valid"][-1]))
+        return Phase(self.num_ticks - 1, self.num_ticks, kinds)
+
+    @property
+    def phases_before_last_tick(self) -> tuple[Phase, ...]:
+        """Returns the phases without the last tick."""
+        *others, last = self.phases
+        shorter = last._replace(stop=last.stop - 1)
+        return (*others, shorter) if shorter.num_ticks else tuple(others)
+
+    @property
+    def ends_with_first_chunk(self) -> bool:
+        """Returns whether the last tick computes weight gradients of the devices' first chunks alone.
+
+        It does not where devices are not in lockstep, or sequences are in pieces.
+        """
+        kind = "w" if self.num_cotangent_slots else "b"
+        in_lockstep = not self.by_device and self.num_pieces == 1
+        return in_lockstep and any(self.rows[f"{kind}_valid"][-1]) and not any(self.rows[f"{kind}_chunk"][-1])
+
     def arrivals(self, phase: Phase) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Returns (forward, backward) channels on which something valid arrives in some tick of a phase."""
 

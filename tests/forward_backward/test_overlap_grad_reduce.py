@@ -176,11 +176,11 @@ def test_reduced_gradients_are_written_over_the_sums():
 def test_it_is_the_default_on_accelerators_where_gradients_are_whole():
     from jaxfb.forward_backward.last_microbatch import obstacle_to_overlap, overlaps
 
-    free = obstacle_to_overlap(1, "none")
+    free = obstacle_to_overlap(None, "none")
     assert free is None and overlaps(None, "tpu", free, True) and overlaps(None, "gpu", free, True)
     assert not overlaps(None, "cpu", free, True) and overlaps(True, "cpu", free, True)
     assert not overlaps(None, "tpu", free, False) and not overlaps(False, "tpu", free, True)
-    cut = obstacle_to_overlap(1, "gradients")
+    cut = obstacle_to_overlap(None, "gradients")
     assert cut is not None and not overlaps(None, "tpu", cut, True)
 
 
@@ -192,7 +192,8 @@ def test_it_is_the_default_on_accelerators_where_gradients_are_whole():
         ("v5p:2x2x1", ("mesh.data=1", "mesh.fsdp=4", "parallel.fsdp_gather=step"), True),
         ("v5p:2x2x1", ("mesh.data=2", "mesh.fsdp=2"), True),
         ("v5p:2x2x1", ("mesh.data=1", "mesh.fsdp=4"), False),  # nothing is left to reduce
-        ("v5p:2x2x1", ("mesh.data=2", "mesh.pp=2"), False),
+        ("v5p:2x2x1", ("mesh.data=2", "mesh.pp=2"), True),
+        ("v5p:2x2x1", ("mesh.data=2", "mesh.pp=2", "schedule=zb_v", "chunks=2"), False),
         ("v5p:2x2x1", ("mesh.data=4", "optimizer.sharding=gradients"), False),
         ("v5p:2x2x1", ("mesh.data=4", "parallel.overlap_grad_reduce=false"), False),
         ("cpu:4", ("mesh.data=4",), False),
@@ -212,7 +213,12 @@ def test_the_planner_and_the_step_have_the_same_default(topology, overrides, exp
 @pytest.mark.parametrize(
     ("mesh", "options", "message"),
     [
-        ({"pipe": 2}, {}, "needs a mesh with pipe=1, this one has pipe=2; use None"),
+        (
+            {"pipe": 2, "data": 2},
+            {"schedule": "zb_v", "num_chunks": 2},
+            "a schedule of whole sequences whose devices are in lockstep and end with their first chunk, such as "
+            "schedule=\"1f1b\", got 'zb_v'; use None",
+        ),
         (
             {"data": 2},
             {"optimizer_sharding": "gradients"},

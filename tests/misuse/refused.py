@@ -208,8 +208,8 @@ def half_a_function_ahead(gather_ahead):
     return fb(lambda p, mb, rng: jaxfb.Sum((mb["x"] * p["w"]).sum(), 1.0), params, batch, PLAN)
 
 
-def reduced_late(overlap_grad_reduce=True, pipe=1, optimizer_sharding="none"):
-    check_overlap(overlap_grad_reduce, True, obstacle_to_overlap(pipe, optimizer_sharding))
+def reduced_late(overlap_grad_reduce=True, schedule=None, optimizer_sharding="none"):
+    check_overlap(overlap_grad_reduce, True, obstacle_to_overlap(schedule, optimizer_sharding))
 
 
 def reduced_of_a_function(overlap_grad_reduce):
@@ -364,7 +364,7 @@ REFUSED = [
     (gathered_of_a_function, dict(fsdp_gather=2)),
     (half_a_function_ahead, dict(gather_ahead="half")),
     (reduced_of_a_function, dict(overlap_grad_reduce=True)),
-    (lambda overlap_grad_reduce: reduced_late(overlap_grad_reduce, pipe=2), dict(overlap_grad_reduce=True)),
+    (lambda overlap_grad_reduce: reduced_late(overlap_grad_reduce, "zb_v"), dict(overlap_grad_reduce=True)),
     (reduced_late, dict(optimizer_sharding="gradients")),
     (lambda gather_ahead: jaxfb.get_forward_backward_func(gather_ahead=gather_ahead), dict(gather_ahead="hafl")),
     (
