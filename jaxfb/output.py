@@ -205,10 +205,17 @@ def _check_ratios(a: ForwardBackwardOutput, b: ForwardBackwardOutput) -> None:
 
 
 def _refuse(a: ForwardBackwardOutput, b: ForwardBackwardOutput, why: str) -> None:
+    instead = (
+        "pass weights= to every call, the sum of step.weights(state, batch) over all batches, or first add the calls "
+        "that have the same single term"
+    )
+    if a.origin.normalize != "global":
+        instead = (
+            'make one call of all rows, give every term a weight, or use normalize="global" with weights='
+        )
     raise Refused(
         f"the gradients of calls with terms {sorted({*a.terms, *b.terms})} cannot be added exactly, because each tree "
-        f"is a sum over terms that need different factors: {why}; pass weights= to every call, the sum of "
-        "step.weights(state, batch) over all batches, or first add the calls that have the same single term"
+        f"is a sum over terms that need different factors: {why}; {instead}"
     )
 
 

@@ -72,9 +72,10 @@ class BatchPlan:
         of its devices as hold them: the budget is then that of a microbatch cut over all of them, and one cut over
         fewer has as many tokens a device. See `group_by_context`. None: every row is cut over the whole axis.
       multiple_of: num_microbatches must be a multiple of it (interleaved pipelines ask for that).
-      remainder: what happens when rows % (dp*b) != 0: "error" refuses, "pad" adds rows of weight 0 at the
-        end, "drop" rounds the rows of an update down (Megatron's decrease_batch_size_if_needed). A pass whose
-        outputs are wanted for every row (logprob_old, logprob_ref, value) cannot drop any.
+      remainder: what happens when rows % (dp*b) != 0: "error" refuses, "pad" adds rows of zeros at the end, "drop"
+        rounds the rows of an update down (Megatron's decrease_batch_size_if_needed). A loss function must give rows of
+        zeros the weight 0, which is checked, and leave them out of its metrics, which is not. A pass whose outputs are
+        wanted for every row (logprob_old, logprob_ref, value) cannot drop any.
 
     Raises:
       PlanError: a ValueError naming the values, the arithmetic and, in `.choices`, the nearest legal changes.

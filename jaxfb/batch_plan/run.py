@@ -127,6 +127,11 @@ class RunPlan:
         return sum(stretch.count for stretch in self._stretches)
 
     @property
+    def pads(self) -> bool:
+        """Returns whether some update has fewer rows than its plan, so that rows of zeros fill it up."""
+        return any(stretch.rows < stretch.plan.real_rows for stretch in self._stretches)
+
+    @property
     def row_counts(self) -> tuple[int, ...]:
         """Returns the distinct numbers of rows of updates, in order; the train step is compiled once for each."""
         return tuple(dict.fromkeys(stretch.plan.rows for stretch in self._stretches))

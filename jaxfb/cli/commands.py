@@ -37,6 +37,10 @@ OF_THE_DISK = frozenset(
         "ESTALE",
         "ELOOP",
         "ENAMETOOLONG",
+        "ENOENT",
+        "EEXIST",
+        "ENOTDIR",
+        "EISDIR",
     )
     if hasattr(errno, name)
 )
@@ -67,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     try:
         code = HANDLERS[options.verb](options) or DONE
-        sys.stdout.flush()
+        print(end="", flush=True)  # also where the shell has closed the output
         return code
     except Refused as error:
         print(f"jaxfb: {error}", file=sys.stderr)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
+from collections.abc import Sequence
 
 from jaxfb.cli.given import hosts_given, model_of, run_dir_of
 from jaxfb.cli.options import FILTERS
 from jaxfb.process.exit_codes import DONE, LOST
+from jaxfb.refusal import Refused
 
 
 def evaluate(options) -> int:
@@ -17,6 +20,7 @@ def evaluate(options) -> int:
         command.evaluate(options)
         return DONE
     overrides = [*options.overrides, *hosts_given(options)]
+    _check_pretrained(options.run_dir, overrides)
     run_dir = run_dir_of(options.run_dir, overrides, "train")
     from jaxfb import trainer
 
@@ -26,6 +30,19 @@ def evaluate(options) -> int:
         print(f"jaxfb: {error}", file=sys.stderr)
         return LOST
     return 0
+
+
+def _check_pretrained(path: str, overrides: Sequence[str]) -> None:
+    """Refuses a run of post-training, whose held-out loss is not of texts."""
+    from jaxfb.config import load_config
+    from jaxfb.config.post_training import COMMANDS
+
+    command = COMMANDS.get(type(load_config(path, overrides)))
+    if command is not None:
+        raise Refused(
+            f"{path} is of `jaxfb {command}`, which computes its own held-out numbers (metrics.jsonl); score the model "
+            "on a text or a task of yours: jaxfb eval RUN --text FILE, or --task FILE"
+        )
 
 
 def generate(options) -> None:
@@ -56,7 +73,7 @@ def import_hf(options) -> None:
     from jaxfb.training.hugging_face import import_run
 
     target = import_run(options.directory, options.out)
-    print(f'wrote {target}; try: jaxfb generate {target} --prompt "..."')
+    print(f'wrote {target}; try: jaxfb generate {shlex.quote(str(target))} --prompt "..."')
 
 
 def export_hf(options) -> None:

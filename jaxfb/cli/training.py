@@ -6,8 +6,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -23,7 +23,7 @@ def train(options) -> int:
 
     With --smoke it prints first whether the run worked.
     """
-    with _starting(), _configured(options) as config:
+    with redirect_stdout(_WhileRead(sys.stdout)), _starting(), _configured(options) as config:
         code = _ended(config, options)
         if options.smoke:
             worked = {DONE: "worked", RESUMABLE: "was stopped"}.get(code, "did not end as it should")
@@ -47,6 +47,34 @@ def launch(options) -> int:
             f"[launch] runs one of {', '.join(LAUNCHED)}, got {given}; use: jaxfb launch train CONFIG"
         )
     return Supervisor(job_command(command), options.processes, options.restarts).run()
+
+
+class _WhileRead:
+    """Passes text on to a stream until its reader is gone, as `head` is after some lines: training continues."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Writes the text, or drops it."""
+        self._passing_on(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        """Flushes what was written."""
+        self._passing_on(lambda: self._stream.flush())
+
+    def _passing_on(self, do: Callable[[], Any]) -> None:
+        if self._stream is None:  # closed by the shell's >&-
+            return
+        try:
+            do()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            print("jaxfb: nobody reads the output any more; training continues without it", file=sys.stderr)
 
 
 @contextmanager

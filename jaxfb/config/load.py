@@ -6,6 +6,7 @@ import copy
 import difflib
 import os
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
@@ -203,7 +204,9 @@ def saved_run(path: str | Path, config: Any) -> Path:
     directory = Path(config.run.dir)
     if not directory.is_dir():
         command = COMMANDS.get(type(config), "train")
-        raise Missing(f"[run] there is no run in {directory} yet; train it first: jaxfb {command} {path}")
+        raise Missing(
+            f"[run] there is no run in {directory} yet; train it first: jaxfb {command} {shlex.quote(str(path))}"
+        )
     return directory
 
 

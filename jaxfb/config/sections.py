@@ -101,7 +101,8 @@ class AnyRunConfig:
 class RunConfig(AnyRunConfig):
     """Gives the run's length (exactly one of updates, samples, tokens, epochs), its seed and its directory.
 
-    remainder:     a short last window of an epoch or of the run: "pad" (rows of weight 0), "drop", "error".
+    remainder:     a short last window of an epoch or of the run: "pad" fills it up with rows of zeros, which a loss of
+                   your own must not count, "drop" leaves it out, "error" refuses it.
     skip_updates:  numbers of updates, counted from 1, that consume their rows and change nothing.
     """
 

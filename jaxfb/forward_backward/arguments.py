@@ -159,13 +159,21 @@ def checked_weights(weights: Any, normalize: str) -> dict | None:
     """Returns the weights of a whole update, name -> number, or raises ValueError."""
     if weights is None:
         return None
-    are_numbers = isinstance(weights, Mapping) and not any(np.ndim(value) for value in weights.values())
-    if normalize != "global" or not are_numbers:
+    if not isinstance(weights, Mapping) or not all(map(_is_number, weights.values())):
+        raise Refused(f"weights must be a dict from names of terms to numbers, got {shown(weights)}")
+    if normalize != "global":
         raise Refused(
-            'weights must be a dict from names of terms to numbers, and go with normalize="global", got '
-            f"{shown(weights)} and normalize={normalize!r}; calls of other normalizations are added without them"
+            f'weights go with normalize="global", got normalize={normalize!r}; use None, since the outputs of such '
+            "calls are added without them",
+            [{"weights": None}],
         )
     return dict(weights)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, (np.ndarray, jax.Array, np.generic)):
+        return not value.shape and bool(jnp.issubdtype(value.dtype, jnp.number))
+    return isinstance(value, Real)
 
 
 def specs_like(params: PyTree, specs: PyTree) -> PyTree:

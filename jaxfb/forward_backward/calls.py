@@ -39,10 +39,11 @@ def placed(resolved: Resolved, params: PyTree, microbatches: PyTree, rng: Any) -
 
 
 def _moved(leaf: Any, target: NamedSharding) -> jax.Array:
-    """Returns a parameter that lives elsewhere, such as on one device or the host, on the mesh."""
-    if isinstance(leaf, jax.Array) and leaf.sharding.device_set == target.device_set:
-        return leaf
-    return jax.device_put(leaf, target)
+    """Returns a parameter that lives elsewhere, such as on one device, the host or another mesh, on the mesh."""
+    if not isinstance(leaf, jax.Array) or leaf.sharding.device_set != target.device_set:
+        return jax.device_put(leaf, target)
+    on_another = isinstance(leaf.sharding, NamedSharding) and leaf.sharding.mesh.shape != target.mesh.shape
+    return jax.device_put(leaf, target) if on_another else leaf
 
 
 def run(resolved, forward_only, params, microbatches, keys, grad_scale, weights) -> ForwardBackwardOutput:

@@ -19,7 +19,7 @@ from jax import lax
 from jaxfb.forward_backward.accumulate import split_totals
 from jaxfb.forward_backward.layer_passes import StageInputs
 from jaxfb.forward_backward.loss import as_loss_output
-from jaxfb.forward_backward.reduce import across, masked
+from jaxfb.forward_backward.reduce import COLLECTIVES, across, masked
 from jaxfb.parallel.collectives import psum_of_one, psum_scatter_of_one
 from jaxfb.parts import HEADS
 from jaxfb.refusal import Refused, choice
@@ -63,8 +63,8 @@ class HeadPlacement(ABC):
     def whole(self, out: LossOutput) -> LossOutput:
         """Returns every device's parts, [num_microbatches, ...] leaves, gathered over pipe."""
         terms, metrics = lax.psum((out.terms, _of(out.metrics, Sum)), "pipe")
-        for kind, collective in ((Last, lax.psum), (Max, lax.pmax), (Min, lax.pmin)):
-            metrics |= across(collective, _of(out.metrics, kind), ("pipe",))
+        for kind in (Last, Max, Min):
+            metrics |= across(COLLECTIVES[kind], _of(out.metrics, kind), ("pipe",))
         outputs = jax.tree.map(self._whole_output, out.outputs)
         return LossOutput(terms, {name: metrics[name] for name in out.metrics}, outputs)
 

@@ -5,6 +5,7 @@ Microbatch m is rows [m*dp*b, (m+1)*dp*b) of the global batch, and replica d tak
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -95,10 +96,19 @@ def row_keys(rng: jax.Array | int | None, plan: BatchPlan) -> jax.Array | None:
     """Returns a PRNG key for each row, keys[rows]: `fold_in(rng, row)`, or `rng` itself if it already is one per row.
 
     A row's key depends on its place in the global batch and on nothing about how the batch was split.
+
+    Warns of keys whose numbers depend on it nevertheless: under `jax.vmap`, JAX draws all rows from the first key.
     """
     rng = prng_keys(rng)
     if rng is None:
         return None
+    if (kind := str(jax.random.key_impl(rng))) in ("rbg", "unsafe_rbg"):
+        warnings.warn(
+            f"rng is a key of the generator {kind!r}, which under jax.vmap draws numbers that depend on how many rows "
+            "are drawn for at once: dropout will depend on how the batch is cut. "
+            'jax.random.key(seed, impl="threefry2x32") has keys that do not',
+            stacklevel=2,
+        )
     if rng.ndim == 0:
         return jax.vmap(jax.random.fold_in, (None, 0))(rng, jnp.arange(plan.padded_rows))
     if rng.shape != (plan.rows,):
@@ -138,8 +148,20 @@ def _check_batch(batch: PyTree, plan: BatchPlan) -> None:
     check_leaves(batch)
     if isinstance(batch, dict):
         plan.check_keys(batch)
-    for leaf in jax.tree.leaves(batch):
-        plan.check_rows(leaf.shape[0])
+    counts = {
+        jax.tree_util.keystr(path): leaf.shape[0] for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
+    }
+    if len(set(counts.values())) > 1:
+        first, other = (
+            next(iter(counts)),
+            next(name for name in counts if counts[name] != next(iter(counts.values()))),
+        )
+        raise Refused(
+            f"the leaves of a batch must have one number of rows, but batch{first} has {counts[first]} and "
+            f"batch{other} has {counts[other]}"
+        )
+    for rows in counts.values():
+        plan.check_rows(rows)
 
 
 def check_leaves(batch: PyTree) -> None:

@@ -46,8 +46,36 @@ def _reduced(metric: Metric, axes: tuple[str, ...]) -> Metric:
         for axis in axes:
             here &= lax.axis_index(axis) == (0 if axis == "context" else lax.axis_size(axis) - 1)
         metric = masked(here, metric)
-    collective = {Max: lax.pmax, Min: lax.pmin}.get(type(metric), lax.psum)
-    return across(collective, metric, axes)
+    return across(COLLECTIVES[type(metric)], metric, axes)
+
+
+def pmax(tree: PyTree, axes: tuple[str, ...]) -> PyTree:
+    """Returns `lax.pmax` of every leaf, NaN where a device has NaN, as `jnp.max` does; XLA's may drop it."""
+    return jax.tree.map(
+        lambda leaf: _largest(leaf, axes) if _may_be_nan(leaf) else lax.pmax(leaf, axes), tree
+    )
+
+
+def pmin(tree: PyTree, axes: tuple[str, ...]) -> PyTree:
+    """Returns `lax.pmin` of every leaf, NaN where a device has NaN."""
+    return jax.tree.map(
+        lambda leaf: -_largest(-leaf, axes) if _may_be_nan(leaf) else lax.pmin(leaf, axes), tree
+    )
+
+
+def _largest(leaf: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    is_nan = jnp.isnan(leaf)
+    both = jnp.stack([jnp.where(is_nan, -jnp.inf, leaf), is_nan.astype(leaf.dtype)])
+    value, any_nan = lax.pmax(both, axes)
+    return jnp.where(any_nan > 0, jnp.nan, value)
+
+
+def _may_be_nan(leaf: jax.Array) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+COLLECTIVES = {Sum: lax.psum, Last: lax.psum, Max: pmax, Min: pmin}
+"""What sums up each kind of metric over devices, of which one alone has what a Last counts."""
 
 
 def _in_blocks(values: PyTree, reduce: Callable[[PyTree], PyTree]) -> PyTree:

@@ -43,6 +43,8 @@ def generate(options: Namespace) -> None:
     given: dict[str, Any] = {name: getattr(options, name) for name in (*SAMPLING, "samples")}
     complete.Sampling(**{name: value for name, value in given.items() if value is not None})
     prompts = [options.prompt] if options.prompts is None else complete.read_prompts(options.prompts)
+    if options.out is not None:
+        complete.check_target(options.out)
     with _hosts(options) as hosts:
         _agree(hosts, options, prompts)
         use_compile_cache()

@@ -181,12 +181,15 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     """Reads prompts: of a .jsonl file {"prompt": text} or {"messages": [...]} a line, of any other file its lines.
 
     Raises:
-      ValueError: the file is missing or empty, or a line is not that; it names the line.
+      ValueError: the file is missing, empty or not UTF-8, or a line is not that; it names the line.
     """
     file = Path(path)
     if not file.is_file():
         raise Refused(f"[generate] there is no file {file}")
-    lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    try:
+        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except UnicodeDecodeError as error:
+        raise Refused(f"[generate] {file} is not UTF-8: {error.reason} at offset {error.start}") from None
     if not lines:
         raise Refused(f"[generate] {file} has no prompts")
     if file.suffix != ".jsonl":
@@ -217,6 +220,17 @@ def _prompt(line: str, where: str) -> Prompt:
 
 def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and value.get("role") in ROLES and isinstance(value.get("content"), str)
+
+
+def check_target(path: str | Path) -> None:
+    """Refuses a file for answers that cannot be there, before any answer is computed."""
+    file = Path(path)
+    if file.is_dir():
+        raise Refused(
+            f"[generate] --out {file} is a directory; give a file in it, such as {file / 'answers.jsonl'}"
+        )
+    if not file.parent.is_dir():
+        raise Refused(f"[generate] --out {file} is in {file.parent}, which is no directory; make it first")
 
 
 def write_answers(path: str | Path, prompts: Sequence[Prompt], found: Sequence[list[str]]) -> None:

@@ -130,6 +130,12 @@ def make_supervised_work(config: SFTConfig) -> SupervisedWork:
     length = row_length(base, "conversations", longest(*(ids for ids, _ in encoded)))
     check_table("conversations", len(train) + len(held_out), length)
     rows = [token_rows(*cut_to(*one, length), length) for one in encoded]
+    if train and not np.any(rows[0]["loss_mask"]):
+        raise Refused(
+            f"[conversations] nothing is learned from {section.path}: none of its first {length} tokens of each "
+            "conversation is the assistant's; give conversations with messages of the assistant, or a larger "
+            "sequence_length"
+        )
     return work_on(SupervisedWork, base, rows[0], rows[1], base.model)
 
 

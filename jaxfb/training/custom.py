@@ -14,6 +14,8 @@ from jax.sharding import Mesh
 
 from jaxfb.batch_plan import BatchPlan, RunPlan
 from jaxfb.config.custom import CustomConfig
+from jaxfb.forward_backward.padding import check_padding
+from jaxfb.forward_backward.sequential import as_loss_fn
 from jaxfb.mesh import make_mesh
 from jaxfb.refusal import Refused
 from jaxfb.registry import load
@@ -67,6 +69,7 @@ class Custom(WindowedWork):
         self._model, self._params, self._optimizer = model, params, optimizer
         self._evaluation, self._max_grad_norm = evaluation, max_grad_norm
         self.outputs: dict[str, Any] = {}
+        self._has_checked_padding = False
 
     @cached_property
     def abstract_params(self) -> PyTree:
@@ -96,6 +99,19 @@ class Custom(WindowedWork):
     def read(self, number: int) -> PyTree:
         window = self.run_plan.window(number)
         return self.rows.read(window, rows_here(window.plan, self.mesh))
+
+    def update(self, number: int, batch: PyTree) -> tuple[StepMetrics, dict[str, Any]]:
+        if self.run_plan.pads and not self._has_checked_padding:
+            self._check_padding(self.run_plan.window(number).plan, batch)
+            self._has_checked_padding = True
+        return super().update(number, batch)
+
+    def _check_padding(self, plan: BatchPlan, batch: PyTree) -> None:
+        """Refuses a model that counts the rows of zeros which fill up a short window, before the first update."""
+        cut = (plan.num_microbatches, plan.rows_per_microbatch)
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((*cut, *leaf.shape[1:]), leaf.dtype), batch)
+        keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), cut))
+        check_padding(as_loss_fn(self._model), self.abstract_params, shapes, keys)
 
     def record(self, number: int, metrics: StepMetrics) -> dict[str, Any]:
         return {**super().record(number, metrics), "rows": self.run_plan.window(number).rows}
@@ -165,8 +181,10 @@ def make_custom(config: CustomConfig, **own: Any) -> Custom:
 
 def described(part: Any) -> str:
     """Returns what your own part is called in config.yaml, such as "mine:loss_fn" or "list"."""
-    name = getattr(part, "__qualname__", None)
-    return f"{part.__module__}:{name}" if name else type(part).__name__
+    module, name = getattr(part, "__module__", None), getattr(part, "__qualname__", None)
+    return (
+        f"{module}:{name}" if module and name else type(part).__name__
+    )  # a generator has a name and no module
 
 
 def _named(config: CustomConfig, name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import shutil
@@ -35,6 +36,8 @@ from jaxfb.training.setup import abstract_params
 
 log = logging.getLogger(__name__)
 DTYPES = ("float32", "bfloat16", "float16")
+_OF_THE_TARGET = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+"""What a disk refuses where the files are written; other errors are of the checkpoint that is read."""
 
 
 def import_run(directory: str | Path, run_dir: str | Path) -> Path:
@@ -126,6 +129,7 @@ def _export_checkpoint(source: Path, config: Any, target: Path, dtype: str | Non
     shapes = {path: leaf.shape for path, leaf in stored.items() if not path.endswith((A, B))}
     store = CheckpointStore(source / "checkpoints", keep_best=None)
     store.check_fit({"params": _nested(stored)}, store.existing(), partial=True)
+    target.mkdir(parents=True, exist_ok=True)  # what is wrong with the target is no damage of a checkpoint
     for step in reversed(store.steps()):
         try:
             store.check_fit({"params": _nested(stored)}, step, partial=True)
@@ -133,6 +137,10 @@ def _export_checkpoint(source: Path, config: Any, target: Path, dtype: str | Non
             return export_arrays(target, shapes, read, wanted, description, origin)
         except Refused:
             raise
+        except OSError as error:
+            if error.errno in _OF_THE_TARGET:
+                raise
+            log.warning("[export] skipping update %d of %s: %s", step, source, error)
         except Exception as error:  # damage shows up as any of a dozen storage errors
             log.warning("[export] skipping update %d of %s: %s", step, source, error)
     raise Refused(f"[export] no checkpoint of {source} can be read whole")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
@@ -80,7 +81,7 @@ def last_lines(config: Any, where: RunDirectory, summary: Mapping[str, Any]) -> 
     yield ""
     yield from where_it_lies(where, summary)
     if where.is_kept:
-        yield f'try it: {command()} generate {where.path} --prompt "{config.eval.prompt or "..."}"'
+        yield f'try it: {command()} generate {shlex.quote(str(where.path))} --prompt "{config.eval.prompt or "..."}"'
 
 
 def loss_lines(summary: Mapping[str, Any]) -> Iterator[str]:

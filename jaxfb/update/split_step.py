@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jaxfb.batch_plan import BatchPlan
 from jaxfb.forward_backward import Packed
+from jaxfb.forward_backward.arguments import checked_weights
 from jaxfb.output import ForwardBackwardOutput
 from jaxfb.platforms.compiler import Options, options_for
 from jaxfb.platforms.programs import per_options
@@ -75,6 +76,7 @@ class SplitStep(StepStates):
         Raises:
           ValueError: as for a call of the step, or weights are not those of the terms.
         """
+        weights = checked_weights(weights, self.forward_backward.options.normalize)
         state = self._placed(state)
         model, cut, keys = self._of_call(state, model, plan, first_row)
         rows, packed = cut.real_rows, None

@@ -21,7 +21,7 @@ from jaxfb.parallel.host_memory import on_host, put_back
 from jaxfb.parallel.layer_order import LayerOrder
 from jaxfb.parallel.sharding import abstract, cut_over_pipe, moment_specs, shardings
 from jaxfb.platforms.compat import is_traced
-from jaxfb.refusal import boolean, instance
+from jaxfb.refusal import Refused, boolean, instance
 from jaxfb.types import LossFn, Pipelined, PyTree
 from jaxfb.update.apply import Update
 from jaxfb.update.arguments import (
@@ -90,6 +90,8 @@ class StepStates:
             return self._donated(jax.jit(create, out_shardings=self.state_shardings(shapes))(key))
         self._look_at(params)
         donated = (0,) if boolean("donate", donate) else ()
+        if donate:
+            _check_apart(params)
         mesh = self.forward_backward.mesh
         places = shardings(self.forward_backward.param_specs(self.model, params), mesh)
         if jax.process_count() > 1:  # device_put does not reach devices of other processes; a jit does
@@ -235,3 +237,16 @@ class StepStates:
 def _on_the_host(leaf: jax.Array) -> Any:
     """Returns an array that one process has for itself as numpy, which any jit takes; others as they are."""
     return np.asarray(leaf) if getattr(leaf, "is_fully_addressable", True) else leaf
+
+
+def _check_apart(params: PyTree) -> None:
+    """Raises ValueError where one array stands at two places of parameters that are to be donated."""
+    names: dict[int, str] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        name = f"params{jax.tree_util.keystr(path)}"
+        if (first := names.setdefault(id(leaf), name)) != name:
+            raise Refused(
+                f"donate=True takes over each array once, but {first} and {name} are the same array; copy one of them, "
+                "or use donate=False",
+                [{"donate": False}],
+            )

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tiny import write_tiny
 
 import jaxfb
 from jaxfb.cli.commands import main
@@ -191,7 +192,7 @@ def test_what_cannot_be_generated_is_refused_before_anything_is_read(tmp_path, c
     assert capsys.readouterr().err == f"jaxfb: [generate] {sentence}\n"
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.ENOTDIR])
 def test_what_a_disk_refuses_is_a_sentence_and_code_74(calls, capsys, number):
     calls.error = OSError(number, os.strerror(number), "runs/x/plan.json.tmp")
     assert main(["train", QUICKSTART]) == 74
@@ -209,3 +210,47 @@ def test_output_that_nobody_reads_to_its_end_is_no_error():
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
     os.close(write)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.processes
+def test_training_continues_when_nobody_reads_its_output(tmp_path):
+    """As in `jaxfb train ... | head`: the run ends as it would, and says once that it is alone."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [
+        sys.executable,
+        "-m",
+        "jaxfb",
+        "train",
+        str(write_tiny(tmp_path, run={"updates": 2}, lr={"warmup": 1})),
+    ]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=300)
+    os.close(write)
+    assert done.returncode == 0
+    assert done.stderr.count("nobody reads the output any more; training continues without it") == 1
+    assert (tmp_path / "run" / "summary.json").exists()
+
+
+def test_training_needs_no_standard_output(calls, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["train", QUICKSTART]) == 0
+
+
+@pytest.mark.parametrize(
+    "out, sentence",
+    [
+        (".", "--out . is a directory; give a file in it"),
+        ("nowhere/a.jsonl", "which is no directory; make it first"),
+    ],
+)
+def test_answers_that_cannot_be_written_are_not_computed(tmp_path, monkeypatch, capsys, out, sentence):
+    monkeypatch.chdir(tmp_path)
+    assert main(["generate", "no-run", "--prompt", "a", "--out", out]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_eval_of_a_post_trained_run_names_what_can_be_scored(tmp_path, capsys):
+    text = (Path(QUICKSTART).parent / "sft.yaml").read_text()
+    (tmp_path / "sft.yaml").write_text(text)
+    assert main(["eval", str(tmp_path / "sft.yaml")]) == 2
+    assert "is of `jaxfb sft`" in (said := capsys.readouterr().err) and "--text FILE" in said

@@ -1,6 +1,7 @@
 """What a loss function, a model, a batch and a plan may be; and that everything else is refused with a reason."""
 
 import re
+import warnings
 from dataclasses import dataclass
 
 import flax.linen as nn
@@ -334,7 +335,10 @@ def test_the_head_and_the_layers_may_not_name_one_term_twice():
         (dict(plan=BatchPlan(rows=ROWS, num_microbatches=2)), "data_parallel=1 replicas, the mesh has.*= 2"),
         (dict(plan={"rows": 8}), "plan must be a jaxfb.BatchPlan"),
         (dict(batch={"x": X[:6], "y": Y[:6]}), "covers 8 rows, batch has 6; add 2 rows of weight 0"),
-        (dict(batch={"x": X, "y": Y[:4]}), "covers 8 rows, batch has 4"),
+        (
+            dict(batch={"x": X, "y": Y[:4]}),
+            r"must have one number of rows, but batch\['x'\] has 8 and batch\['y'\] has 4",
+        ),
         (dict(batch={**BATCH, "micro_batch_size": X}), r"batch\[\"micro_batch_size\"\] is a size"),
         (dict(batch={**BATCH, "scale": 2.0}), r"batch\['scale'\] is 2.0"),
         (dict(rng=jax.random.split(jax.random.key(0), 3)), r"plan has 8 rows, rng shape is \(3,\)"),
@@ -392,6 +396,24 @@ def test_params_and_batch_may_live_on_one_device_or_anywhere():
     equal(run(loss_fn, *everywhere, plan, mesh), expected())
 
 
+def test_params_may_live_on_another_mesh_of_the_same_devices():
+    plan, params = BatchPlan(rows=ROWS, data_parallel=2, num_microbatches=2), jnp.asarray(W)
+    params = {"w": params, "u": jnp.ones((2, 4))}
+    fb = get_forward_backward_func(
+        make_mesh(data=2, tensor=2), param_specs=lambda _: {"w": P(), "u": P(None, "tensor")}
+    )
+    loss = lambda p, mb, rng: loss_fn(p["w"] + 0 * p["u"].sum(), mb)  # noqa: E731
+    for other in (
+        make_mesh(data=4),
+        make_mesh(fsdp=4),
+        jax.make_mesh((4,), ("x",), devices=jax.devices()[:4]),
+    ):
+        placed = jax.device_put(params, jax.sharding.NamedSharding(other, P()))
+        out = fb(loss, placed, BATCH, plan)
+        np.testing.assert_allclose(out.loss, expected()[0])
+        np.testing.assert_allclose(out.grads["w"], expected()[1])
+
+
 def test_one_device_is_the_default_mesh():
     plan = BatchPlan(rows=ROWS, num_microbatches=4)
     equal(get_forward_backward_func()(loss_fn, W, BATCH, plan), expected())
@@ -400,3 +422,11 @@ def test_one_device_is_the_default_mesh():
 def test_microbatches_split_beforehand_are_taken_as_they_are():
     split = jaxfb.Microbatches(jax.tree.map(lambda leaf: leaf.reshape(2, 4, *leaf.shape[1:]), BATCH))
     equal(run(loss_fn, batch=split), expected())
+
+
+@pytest.mark.parametrize(("impl", "warns"), [("threefry2x32", False), ("rbg", True), ("unsafe_rbg", True)])
+def test_keys_whose_numbers_depend_on_the_cut_are_warned_of(impl, warns):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(loss_fn, rng=jax.random.key(0, impl=impl))
+    assert any("dropout will depend on how the batch is cut" in str(one.message) for one in caught) == warns

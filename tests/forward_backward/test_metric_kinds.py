@@ -162,3 +162,26 @@ def test_metrics_of_layers_may_have_any_weight():
     chex.assert_trees_all_close(one, other, rtol=0, atol=1e-13)
     assert one["none"].value.shape == (4, WIDTH) and one["none"].weight is None
     np.testing.assert_allclose(one["one"].value, one["none"].value / 4, rtol=1e-13)
+
+
+@pytest.mark.parametrize(("replicas", "pipe"), [(1, 1), (2, 1), (1, 2)])
+def test_a_maximum_of_nan_is_nan(replicas, pipe):
+    """As on one device, where `jnp.max` is NaN if any number is; integers and the smallest of them stay as they are."""
+
+    def embed(outer, microbatch, rng):
+        return microbatch["x"]
+
+    def head(outer, hidden, microbatch, rng):
+        numbers = {"largest": Max(hidden.max()), "smallest": Min(hidden.min())}
+        return LossOutput({"loss": Sum(hidden.sum(), 1.0)}, numbers | {"int": Min(jnp.int8(-128))})
+
+    model = Pipelined(embed, lambda weight, hidden, microbatch, rng: hidden * weight, head)
+    x = np.array([9.0, np.nan, 1.0, 2.0])
+    plan = jaxfb.BatchPlan(rows=4, rows_per_microbatch=1, data_parallel=replicas)
+    fb = jaxfb.get_forward_backward_func(jaxfb.make_mesh(data=replicas, pipe=pipe))
+    out = fb(model, {"layers": np.ones(2)}, {"x": x}, plan)
+    assert np.isnan(out.metrics["largest"].value) and np.isnan(out.metrics["smallest"].value)
+    assert out.metrics["int"].value == -128
+    each = np.isnan(x.reshape(-1, replicas)).any(1)
+    np.testing.assert_array_equal(np.isnan(out.per_microbatch["largest"].value), each)
+    np.testing.assert_array_equal(np.isnan(out.per_microbatch["smallest"].value), each)

@@ -172,6 +172,12 @@ def test_files_without_prompts_are_refused(tmp_path, text, message):
         read_prompts(tmp_path / "in.jsonl")
 
 
+def test_prompts_in_another_encoding_are_refused(tmp_path):
+    (tmp_path / "in.txt").write_bytes("café".encode("latin-1"))
+    with pytest.raises(ValueError, match="is not UTF-8: .* at offset 3"):
+        read_prompts(tmp_path / "in.txt")
+
+
 def test_a_vocabulary_with_padding_draws_tokens_alone(model):
     assert model.absent_ids == ((259, 320),) and model.stop_tokens == (256, 258)
     assert np.asarray(model.params["embed"]["embedding"]).shape == (320, 16)

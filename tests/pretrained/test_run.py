@@ -83,11 +83,14 @@ def test_a_model_that_transformers_lacks_stays_a_run(field):
 
 
 @pytest.mark.slow
-def test_a_trained_run_is_exported(tmp_path):
+def test_a_trained_run_is_exported(tmp_path, capsys):
     from tiny import write_tiny
 
     config = write_tiny(tmp_path, run={"updates": 2}, lr={"warmup": 1}, eval={"every": None, "prompt": ""})
     assert main(["train", str(config)]) == 0
+    capsys.readouterr()
+    assert main(["export-hf", str(tmp_path / "run"), str(config / "out")]) == 74  # below a file
+    assert "Not a directory" in capsys.readouterr().err
     assert main(["export-hf", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     values = json.loads((tmp_path / "out" / "config.json").read_text())

@@ -283,3 +283,12 @@ def test_rows_too_short_are_refused_once_with_a_length_that_holds_all(tmp_path, 
         else:
             with pytest.raises(ValueError, match=f"use {section}.sequence_length={length}"):
                 make(config)
+
+
+def test_conversations_of_which_nothing_is_learned_are_refused(tmp_path):
+    (tmp_path / "asked.jsonl").write_text('{"messages": [{"role": "user", "content": "x"}]}\n' * 4)
+    section = {"conversations": {**SFT["conversations"], "path": str(tmp_path / "asked.jsonl")}}
+    with pytest.raises(
+        ValueError, match="nothing is learned from .*asked.jsonl: none of its first 96 tokens"
+    ):
+        make_supervised_work(load_config(write(tmp_path / "run", section)))

@@ -37,6 +37,12 @@ def loss_fn(params, microbatch, rng):
     return jaxfb.Sum(jnp.where(real, error, 0).sum(), real.sum())
 
 
+def counting_all(params, microbatch, rng):
+    """A mean over all rows, rows of zeros too."""
+    error = jnp.square(microbatch["x"] @ params["w"] - microbatch["y"])
+    return jaxfb.Sum(error.sum(), error.size)
+
+
 def trainer(directory, **changes):
     given = {
         "model": loss_fn,
@@ -227,6 +233,18 @@ def test_a_model_and_a_loss_apart_and_an_evaluation(tmp_path):
     assert not any("eval/w" in record for record in read_jsonl(tmp_path / "a" / "run" / "metrics.jsonl"))
 
 
+def test_a_mean_over_all_rows_is_trained_where_no_window_is_short(tmp_path):
+    trainer(tmp_path, model=counting_all, updates=None, epochs=1).train()
+    assert len(losses(tmp_path)) == 3
+
+
+def test_a_generator_is_an_iterable_of_rows(tmp_path):
+    data = rows()
+    each = ({name: leaf[index] for name, leaf in data.items()} for index in range(ROWS))
+    trainer(tmp_path, data=each, updates=3).train()
+    assert len(losses(tmp_path)) == 3
+
+
 @pytest.mark.slow
 def test_callbacks_change_the_gradients_before_the_clip(tmp_path):
     """Halved twice, then clipped: a run with a quarter of the loss; the norm in the record is that of the changed."""
@@ -263,6 +281,10 @@ def test_callbacks_change_the_gradients_before_the_clip(tmp_path):
         ({"rows": 7}, "7 rows per update is not a multiple"),
         ({"optimizer": "adam"}, "optimizer"),
         ({"checkpoint": {"every": 0}}, "every=0 must be positive"),
+        (
+            {"model": counting_all, "updates": None, "epochs": 1, "rows": 20},
+            "rows of zeros, and term 'loss' counts",
+        ),
     ],
 )
 def test_what_cannot_be_trained_is_refused_in_a_sentence(tmp_path, changes, wanted):

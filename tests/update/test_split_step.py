@@ -391,7 +391,7 @@ def test_weights_of_another_update_are_refused():
         ValueError, match=r"weights must have the terms that are divided, \['score', 'tokens'\]"
     ):
         step.gradients(state, first, weights={"tokens": 3.0}, **half)
-    for weights in ([1.0], {"tokens": np.ones(2)}):
+    for weights in ([1.0], {"tokens": np.ones(2)}, {"tokens": None}, {"tokens": "3"}):
         with pytest.raises(ValueError, match="weights must be a dict from names of terms to numbers"):
             step.gradients(state, first, weights=weights, **half)
 

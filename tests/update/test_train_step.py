@@ -312,6 +312,16 @@ def test_zero1_gives_the_same_parameters_from_a_sharded_optimizer_state(mesh):
     assert jax.tree.all(placed)
 
 
+def test_an_array_at_two_places_of_the_parameters_is_not_donated_twice():
+    weight = jnp.ones(())
+    loss = lambda p, mb, rng: jaxfb.Sum((mb["x"] * p["w"] * p["v"]).sum(), len(mb["x"]))  # noqa: E731
+    step = jaxfb.make_train_step(loss, optax.sgd(0.1), None, jaxfb.BatchPlan(rows=4, num_microbatches=2))
+    with pytest.raises(ValueError, match=r"params\['v'\] and params\['w'\] are the same array"):
+        step.init({"w": weight, "v": weight}, donate=True)
+    state = step.init({"w": weight, "v": weight})
+    assert step(state, {"x": jnp.ones(4)})[1].loss == 1
+
+
 def test_the_state_is_donated_and_what_it_was_made_of_is_not():
     params = jax.tree.map(jnp.array, W)
     step = make_train_step(loss, optax.adam(1e-2), make_mesh(), plan_of())
