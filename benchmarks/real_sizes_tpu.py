@@ -134,6 +134,15 @@ JOBS = {
     "8B, v5p:4x4x4, data 8 x fsdp 8, ZeRO-1": Job(
         "8b", "v5p:4x4x4", ("mesh.data=8", "mesh.fsdp=8", "optimizer.sharding=data"), None
     ),  # MaxText refuses ZeRO-1 beside fsdp
+    "8B, v5p:4x4x4, pipe 4 x data 16, ZeRO-1, 8 microbatches": Job(
+        "8b",
+        "v5p:4x4x4",
+        (
+            *("mesh.pp=4", "mesh.data=16", "mesh.fsdp=1", "schedule=1f1b", "batch.rows=128"),
+            *("optimizer.sharding=data", "parallel.remat=layer"),
+        ),
+        None,
+    ),
     "8B, v6e:8x8, data 2 x fsdp 32": Job(
         "8b",
         "v6e:8x8",

@@ -982,6 +982,20 @@ MUTATIONS = (
         "forward_backward/test_overlap_grad_reduce.py::test_gradients_are_those_of_one_device",
     ),
     Mutation(
+        "nan_of_a_maximum_is_lost",
+        "forward_backward/reduce.py",
+        "return jnp.where(any_nan > 0, jnp.nan, value)",
+        "return value",
+        "forward_backward/test_metric_kinds.py::test_a_maximum_of_nan_is_nan",
+    ),
+    Mutation(
+        "rows_of_zeros_in_a_short_window_count",
+        "training/custom.py",
+        "if self.run_plan.pads and not self._has_checked_padding:",
+        "if False and not self._has_checked_padding:",
+        "training/test_own_model.py::test_what_cannot_be_trained_is_refused_in_a_sentence",
+    ),
+    Mutation(
         "bubbles_of_the_last_tick_are_reduced",
         "forward_backward/target.py",
         "grad = jnp.where(self.valid, grad.astype(leaf.dtype), 0)\n            if before",
