@@ -176,7 +176,7 @@ def exchanged(query, key, value, sinks, segments, window=None, softcap=None) -> 
     if key.shape[2] % size:
         raise Refused(
             f"context attention by all_to_all needs kv heads that context {size} divides, got {key.shape[2]}; "
-            'use method "ring"'
+            'use "ring"'
         )
     length = query.shape[1] * size
     back = _places_of_all(query.shape[1])

@@ -386,8 +386,8 @@ def _after_a_loss(directory: RunDirectory, newest: int | None) -> str:
 
 def _already_finished(hosts: Hosts, directory: RunDirectory, updates: int, summary: dict | None) -> Result:
     hosts.say(
-        f"{directory.path} is finished: {updates} updates. To train it longer, add --resume and a larger "
-        "run.updates=...; to start over, add --fresh"
+        f"{directory.path} is finished: {updates} updates. To train it longer, resume it with a larger run.updates; to "
+        "start over, run it fresh (--resume and --fresh, or resume=True and fresh=True of Trainer.train)"
     )
     return Result("finished", directory.path, updates, (summary or {}).get("metrics", {}), summary)
 
