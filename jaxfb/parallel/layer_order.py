@@ -95,7 +95,9 @@ class LayerOrder:
         if not back:
             return NamedSharding(self.mesh, P("pipe", *spec[1:]), **memory)
         shape = jax.ShapeDtypeStruct((self.layout.num_layers, *leaf.shape[1:]), leaf.dtype)
-        return NamedSharding(self.mesh, optimizer_specs(P(*spec), shape, self.mesh, "pipe"), **memory)
+        # JAX makes no array without elements that is cut
+        cut = optimizer_specs(P(*spec), shape, self.mesh, "pipe") if shape.size else P(*spec)
+        return NamedSharding(self.mesh, cut, **memory)
 
     def _moved(self, back: bool) -> Callable[[jax.Array], jax.Array]:
         if not self.layout.even:

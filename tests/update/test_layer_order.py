@@ -303,3 +303,14 @@ def _nested(leaves):
             node = node.setdefault(part, {})
         node[last] = leaf
     return tree
+
+
+def test_a_parameter_without_elements_is_read_in_the_models_order():
+    """Pipe divides its last dim, but an array without elements is cut nowhere."""
+    plan = jaxfb.BatchPlan(rows=8, rows_per_microbatch=2)
+    fb = jaxfb.get_forward_backward_func(MESH, layers_per_stage=[2, 1])
+    params = {"layers": {"w": np.arange(24.0).reshape(3, 8), "empty": np.zeros((3, 0, 8))}}
+    order = fb.layer_order(toy.model, params, plan)
+    back = order.to_model(order.to_pipeline(jax.tree.map(jnp.asarray, params)))
+    assert np.asarray(back["layers"]["empty"]).shape == (3, 0, 8)
+    np.testing.assert_array_equal(back["layers"]["w"], params["layers"]["w"])
