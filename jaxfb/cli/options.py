@@ -202,7 +202,10 @@ def _add_uses_of_a_run(verbs) -> None:
         help="score these questions, in JSON lines (docs/generation.md); may be repeated",
     )
     evaluate.add_argument(
-        "--length", type=int, metavar="N", help="longest context in tokens (default: a row of training, 1024 for Hugging Face files)"
+        "--length",
+        type=int,
+        metavar="N",
+        help="longest context in tokens (default: a row of training, 1024 for Hugging Face files)",
     )
     _add_number(evaluate, "--rows", 8, "rows scored at the same time on each replica")
     evaluate.add_argument("--json", action="store_true", help="print the scores of texts and tasks as JSON")
