@@ -106,7 +106,8 @@ class Executor:
         last, program = self.last, self.program
         for phase in program.phases if last is None else program.phases_before_last_tick:
             one, rows = self._of_phase(phase, tick)
-            buffers = lax.scan(lambda b, row: (one(b, row), None), buffers, rows)[0]  # noqa: B023
+            with jax.named_scope(f"phase_{phase.kinds}"):
+                buffers = lax.scan(lambda b, row: (one(b, row), None), buffers, rows)[0]  # noqa: B023
         if last is not None:
             buffers = self._last_tick(last, tick, buffers)
         return buffers.grads, self._answer(buffers)
@@ -114,8 +115,10 @@ class Executor:
     def _last_tick(self, last: LastTick, tick: Tick, buffers: Buffers) -> Buffers:
         """Runs the last tick; the gradients of the layers are reduced then."""
         sums = buffers.grads.layers
-        one, rows = self._of_phase(self.program.last_tick, tick.reducing(last))
-        buffers = one(buffers, jax.tree.map(lambda row: row[0], rows))
+        phase = self.program.last_tick
+        one, rows = self._of_phase(phase, tick.reducing(last))
+        with jax.named_scope(f"phase_{phase.kinds}"):
+            buffers = one(buffers, jax.tree.map(lambda row: row[0], rows))
         return buffers._replace(grads=buffers.grads._replace(layers=last.joined(sums, buffers.grads.layers)))
 
     def _of_phase(self, phase: Phase, tick: Tick) -> tuple[Callable[[Buffers, Any], Buffers], tuple]:
@@ -130,8 +133,7 @@ class Executor:
 
         def run(b, row):
             row = row[0] | {name: row[1][place] for place, name in enumerate(own)}
-            with jax.named_scope(f"phase_{phase.kinds}"):
-                return tick(b, row, phase.kinds, arrivals, events)
+            return tick(b, row, phase.kinds, arrivals, events)
 
         return run, (shared, mine)
 

@@ -212,6 +212,21 @@ def reduced_late(overlap_grad_reduce=True, schedule=None, optimizer_sharding="no
     check_overlap(overlap_grad_reduce, True, obstacle_to_overlap(schedule, optimizer_sharding))
 
 
+def weighed(weights):
+    fb = jaxfb.get_forward_backward_func(normalize="microbatch")
+    params, batch = {"w": np.ones(2)}, {"x": np.ones((8, 2))}
+    return fb(
+        lambda p, mb, rng: jaxfb.Sum((mb["x"] * p["w"]).sum(), 1.0), params, batch, PLAN, weights=weights
+    )
+
+
+def donated(donate):
+    weight = jax.numpy.ones(())
+    loss = lambda p, mb, rng: jaxfb.Sum((mb["x"] * p["w"] * p["v"]).sum(), 1.0)  # noqa: E731
+    step = jaxfb.make_train_step(loss, optax.sgd(0.1), None, PLAN)
+    return step.init({"w": weight, "v": weight}, donate=donate)
+
+
 def reduced_of_a_function(overlap_grad_reduce):
     fb = jaxfb.get_forward_backward_func(overlap_grad_reduce=overlap_grad_reduce)
     params, batch = {"w": np.ones(2)}, {"x": np.ones((8, 2))}
@@ -364,6 +379,8 @@ REFUSED = [
     (gathered_of_a_function, dict(fsdp_gather=2)),
     (half_a_function_ahead, dict(gather_ahead="half")),
     (reduced_of_a_function, dict(overlap_grad_reduce=True)),
+    (weighed, dict(weights={"loss": 2.0})),
+    (donated, dict(donate=True)),
     (lambda overlap_grad_reduce: reduced_late(overlap_grad_reduce, "zb_v"), dict(overlap_grad_reduce=True)),
     (reduced_late, dict(optimizer_sharding="gradients")),
     (lambda gather_ahead: jaxfb.get_forward_backward_func(gather_ahead=gather_ahead), dict(gather_ahead="hafl")),
