@@ -23,7 +23,7 @@ from jaxfb.cli.options import POST_TRAINING, parse
 from jaxfb.process.exit_codes import DONE, FAILED, REFUSED, RESUMABLE, UNWRITTEN
 from jaxfb.refusal import Refused, StorageError
 
-# What a disk or its permissions refuse; no bug of a program, so a sentence without a traceback is enough.
+# What a disk, its permissions or a path that is not there refuse: a sentence with the path is enough.
 OF_THE_DISK = frozenset(
     getattr(errno, name)
     for name in (

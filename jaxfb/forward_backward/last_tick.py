@@ -44,7 +44,7 @@ class LastTick:
         return stage.reducing(self.reduce, self.before)
 
     def target(self, sums: PyTree, chunk: jax.Array, valid: jax.Array) -> Target:
-        """Returns what that backward, which is of the first chunk, writes to. sums: of all chunks; as of `Target`."""
+        """Returns what that backward writes to; arguments as of `Target`, of which `chunk` is the first."""
         of_first = jax.tree.map(lambda leaf: leaf[0], sums)
         return reduced_target(self.reduce, of_first, of_first)._replace(valid=valid)
 

@@ -151,16 +151,13 @@ def _check_batch(batch: PyTree, plan: BatchPlan) -> None:
     counts = {
         jax.tree_util.keystr(path): leaf.shape[0] for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
     }
-    if len(set(counts.values())) > 1:
-        first, other = (
-            next(iter(counts)),
-            next(name for name in counts if counts[name] != next(iter(counts.values()))),
-        )
-        raise Refused(
-            f"the leaves of a batch must have one number of rows, but batch{first} has {counts[first]} and "
-            f"batch{other} has {counts[other]}"
-        )
-    for rows in counts.values():
+    for name, rows in counts.items():
+        first = next(iter(counts))
+        if rows != counts[first]:
+            raise Refused(
+                f"the leaves of a batch must have one number of rows, but batch{first} has {counts[first]} and "
+                f"batch{name} has {rows}"
+            )
         plan.check_rows(rows)
 
 

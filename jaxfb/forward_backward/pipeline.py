@@ -1,9 +1,10 @@
 """Forward and backward through a pipeline: one program that walks any schedule's ticks on every device.
 
 A schedule's table becomes rows of integers (`jaxfb/schedules/program.py` has the format); each of its phases is one
-`lax.scan` whose body runs just the kinds of that phase, on all devices, valid or not. What an invalid entry
-gives goes to a slot that nobody reads and is masked out of every sum. Where the program is by device, the body branches
-instead: a device runs the kinds that are valid for it. What it sends and receives is the same for all.
+`lax.scan` whose body runs just the kinds of that phase, on all devices, valid or not. Where the last tick reduces
+gradients it stands alone, behind the loops (`last_tick.py`). What an invalid entry gives goes to a slot that nobody
+reads and is masked out of every sum. Where the program is by device, the body branches instead: a device runs the
+kinds that are valid for it. What it sends and receives is the same for all.
 """
 
 from __future__ import annotations

@@ -185,17 +185,16 @@ class Pipelining:
         return executor.run(read, microbatches, keys, seeds, dtypes, so_far)
 
     def reduced(self, prepared, microbatches, keys, seeds, accum_dtypes, grad_specs, axes):
-        trained = bool(jax.tree.leaves(accum_dtypes["layers"]))
-        last = self._last(grad_specs["layers"], axes) if trained else None
+        last = None
+        if self.execution.overlap_grad_reduce and jax.tree.leaves(accum_dtypes["layers"]):
+            last = self._last(grad_specs["layers"], axes)
         grads, out = self.forward_backward(prepared, microbatches, keys, seeds, accum_dtypes, last=last)
         assert grads is not None  # there are seeds
         return self.reduce(grads, grad_specs, axes, layers_are_reduced=last is not None), out
 
-    def _last(self, grad_specs: PyTree, axes: tuple[str, ...]) -> LastTick | None:
-        """Returns what reduces the layers' gradients over `axes` in the last tick; None: they are reduced after it."""
+    def _last(self, grad_specs: PyTree, axes: tuple[str, ...]) -> LastTick:
+        """Returns what reduces the layers' gradients over `axes` in the last tick."""
         execution = self.execution
-        if not (execution.overlap_grad_reduce and self.schedule.program.ends_with_first_chunk):
-            return None
         reduce, stacked = (execution.reduce_layer(grad_specs, axes, number) for number in (0, 2))
         return LastTick(reduce, stacked, execution.layer_before_scatter(None))
 

@@ -132,9 +132,8 @@ def make_supervised_work(config: SFTConfig) -> SupervisedWork:
     rows = [token_rows(*cut_to(*one, length), length) for one in encoded]
     if train and not np.any(rows[0]["loss_mask"]):
         raise Refused(
-            f"[conversations] nothing is learned from {section.path}: none of its first {length} tokens of each "
-            "conversation is the assistant's; give conversations with messages of the assistant, or a larger "
-            "sequence_length"
+            f"[conversations] nothing is learned from {section.path}: no conversation has a token of the assistant "
+            f"among its first {length}; give conversations with messages of the assistant, or a larger sequence_length"
         )
     return work_on(SupervisedWork, base, rows[0], rows[1], base.model)
 

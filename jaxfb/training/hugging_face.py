@@ -137,11 +137,9 @@ def _export_checkpoint(source: Path, config: Any, target: Path, dtype: str | Non
             return export_arrays(target, shapes, read, wanted, description, origin)
         except Refused:
             raise
-        except OSError as error:
-            if error.errno in _OF_THE_TARGET:
-                raise
-            log.warning("[export] skipping update %d of %s: %s", step, source, error)
         except Exception as error:  # damage shows up as any of a dozen storage errors
+            if isinstance(error, OSError) and error.errno in _OF_THE_TARGET:
+                raise
             log.warning("[export] skipping update %d of %s: %s", step, source, error)
     raise Refused(f"[export] no checkpoint of {source} can be read whole")
 

@@ -214,7 +214,7 @@ def test_output_that_nobody_reads_to_its_end_is_no_error():
 
 @pytest.mark.processes
 def test_training_continues_when_nobody_reads_its_output(tmp_path):
-    """As in `jaxfb train ... | head`: the run ends as it would, and says once that it is alone."""
+    """As in `jaxfb train ... | head`: the run ends as it would, with one line about it among the errors."""
     read, write = os.pipe()
     os.close(read)
     command = [

@@ -289,6 +289,6 @@ def test_conversations_of_which_nothing_is_learned_are_refused(tmp_path):
     (tmp_path / "asked.jsonl").write_text('{"messages": [{"role": "user", "content": "x"}]}\n' * 4)
     section = {"conversations": {**SFT["conversations"], "path": str(tmp_path / "asked.jsonl")}}
     with pytest.raises(
-        ValueError, match="nothing is learned from .*asked.jsonl: none of its first 96 tokens"
+        ValueError, match="nothing is learned from .*asked.jsonl: no conversation has .* its first 96;"
     ):
         make_supervised_work(load_config(write(tmp_path / "run", section)))
