@@ -7,9 +7,12 @@ The loop itself is `jaxfb/training/loop.py`, which every kind of training shares
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -213,13 +216,16 @@ def make_work(config: Config | CustomConfig, hosts: Hosts) -> Work:
     """Returns everything that a training config describes, ready to run; nothing is compiled."""
     if isinstance(config, CustomConfig):
         return make_custom(config)
-    return Pretraining(_setup(hosts, config), hosts.say)
+    return Pretraining(_setup(hosts, config, hosts.say), hosts.say)
 
 
-def evaluate(run_dir: str | Path, overrides: Sequence[str] = ()) -> dict[str, float]:
+def evaluate(
+    run_dir: str | Path, overrides: Sequence[str] = (), *, as_json: bool = False
+) -> dict[str, float]:
     """Computes the held-out loss of a run's newest checkpoint, prints and returns it.
 
     overrides: of the run's config, such as another mesh, `eval.batches=null` or `data.held_out_path=...`.
+    as_json: prints what is returned, and the update, as JSON instead of sentences.
 
     Raises:
       ValueError: there is nothing to evaluate on, or overrides that would read the parameters or token ids wrongly.
@@ -231,7 +237,7 @@ def evaluate(run_dir: str | Path, overrides: Sequence[str] = ()) -> dict[str, fl
         hosts.agree("config or code", lambda: what_runs(config))
         config = with_mesh(config, hosts)
         use_compile_cache()
-        setup = _setup(hosts, config)
+        setup = _setup(hosts, config, partial(hosts.say, file=sys.stderr) if as_json else hosts.say)
         hosts.agree("text, plan or devices", lambda: what_is_made(setup))
         held_out = HeldOut(setup)
         _check_tokenizer(setup, RunDirectory(Path(run_dir)))
@@ -240,9 +246,13 @@ def evaluate(run_dir: str | Path, overrides: Sequence[str] = ()) -> dict[str, fl
         metrics = held_out.evaluate(params)
         if not metrics:
             raise Refused("[eval] no text was held out; give data.held_out_fraction or data.held_out_path")
+        if as_json:
+            hosts.say(json.dumps({"update": update, "scores": {"held_out": metrics}}, indent=1))
+            return metrics
         losses = {"held_out": metrics["eval/loss"], **hosts.first(lambda: vars(held_out.baselines()))}
         bits = {name: held_out.bits_per_byte(loss) for name, loss in losses.items()}
-        hosts.say(f"{run_dir} after {update} updates, on {int(metrics['eval/tokens']):,} held-out tokens")
+        tokens = f"{int(metrics['eval/tokens']):,} held-out tokens of {config.data.held_out_from}"
+        hosts.say(f"{run_dir} after {update} updates, on {tokens}")
         hosts.say("\n".join(report.loss_lines({"nats_per_token": losses, "bits_per_byte": bits})))
         return metrics
 
@@ -310,6 +320,6 @@ def _check_tokenizer(setup: Setup, directory: RunDirectory) -> None:
         )
 
 
-def _setup(hosts: Hosts, config: Config) -> Setup:
+def _setup(hosts: Hosts, config: Config, say: Callable[[str], None]) -> Setup:
     """Returns the setup; its text is read by process 0 before the others look for it."""
-    return make_setup(config, hosts.say, lambda data: hosts.in_turn(lambda: prepare(data)))
+    return make_setup(config, say, lambda data: hosts.in_turn(lambda: prepare(data)))

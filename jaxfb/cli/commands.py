@@ -14,8 +14,10 @@ import gc
 import os
 import signal
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from jaxfb.cli import checks, layouts, models, training
 from jaxfb.cli.memory import lacks_memory
@@ -83,7 +85,8 @@ def _run(options: argparse.Namespace) -> int:
         if error.errno not in OF_THE_DISK and not isinstance(error, StorageError):
             raise
         where = f": {error.filename}" if error.filename else ""
-        print(f"jaxfb: {f'{error.strerror}{where}' if error.errno else error}", file=sys.stderr)
+        sentence = f"{error.strerror}{where}{_place_of(error)}" if error.errno else str(error)
+        print(f"jaxfb: {sentence}", file=sys.stderr)
         return UNWRITTEN
     except KeyboardInterrupt:
         print("jaxfb: stopped", file=sys.stderr)
@@ -92,6 +95,16 @@ def _run(options: argparse.Namespace) -> int:
         if not lacks_memory(error, None):
             raise
         return REFUSED
+
+
+def _place_of(error: Exception) -> str:
+    """Returns the line of the caller's own code that an error passed through last, if it did, as words."""
+    libraries = [Path(__file__).parents[1], *map(Path, sysconfig.get_paths().values())]
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if path.is_absolute() and not any(path.is_relative_to(library) for library in libraries):
+            return f" ({path}, line {frame.lineno}, in {frame.name})"
+    return ""
 
 
 def _among_several() -> bool:

@@ -19,13 +19,15 @@ def evaluate(options) -> int:
 
         command.evaluate(options)
         return DONE
+    if options.length is not None:
+        raise Refused("--length is the context of --text and --task; give one of them, or leave --length out")
     overrides = [*options.overrides, *hosts_given(options)]
     _check_pretrained(options.run_dir, overrides)
     run_dir = run_dir_of(options.run_dir, overrides, "train")
     from jaxfb import trainer
 
     try:
-        trainer.evaluate(run_dir, overrides)
+        trainer.evaluate(run_dir, overrides, as_json=options.json)
     except trainer.LostProcess as error:
         print(f"jaxfb: {error}", file=sys.stderr)
         return LOST

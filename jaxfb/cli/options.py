@@ -208,7 +208,7 @@ def _add_uses_of_a_run(verbs) -> None:
         help="longest context in tokens (default: a row of training, 1024 for Hugging Face files)",
     )
     _add_number(evaluate, "--rows", 8, "rows scored at the same time on each replica")
-    evaluate.add_argument("--json", action="store_true", help="print the scores of texts and tasks as JSON")
+    evaluate.add_argument("--json", action="store_true", help="print the scores as JSON")
     evaluate.add_argument("overrides", nargs="*", metavar=OVERRIDE, help=OVERRIDES)
     _add_hosts(evaluate)
     generate = _verb(verbs, "generate", "continue a prompt with a run's newest checkpoint")

@@ -107,6 +107,13 @@ class DataConfig:
             )
         return dict(given)
 
+    @property
+    def held_out_from(self) -> str:
+        """Returns where held-out rows are read, as words for a sentence."""
+        if self.mixture:
+            return ", ".join(self.mixture)
+        return ", ".join(self.held_out_path or self.path) or self.source
+
     def of(self, name: str, tokenizer: str) -> DataConfig:
         """Returns the settings of one source of the mixture, with the tokenizer that all share."""
         own = {key: getattr(self.mixture[name], key) for key in OF_A_SOURCE}

@@ -102,7 +102,8 @@ class Resolved:
         asked, device = self.options.overlap_grad_reduce, self.mesh.abstract_mesh.abstract_device
         in_shards = self.options.fsdp_gather == "step" and bool(shard_axes(self.mesh))
         reduces = in_shards or axis_size(self.mesh, "data") > 1
-        return overlaps(asked, None if device is None else device.platform, self.obstacle_to_overlap, reduces)
+        kind = None if device is None else device.device_kind
+        return overlaps(asked, kind, self.obstacle_to_overlap, reduces, axis_size(self.mesh, "pipe") > 1)
 
     @property
     def obstacle_to_overlap(self) -> Obstacle | None:

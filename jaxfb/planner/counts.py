@@ -125,7 +125,8 @@ def reduces_beside(config: Config, topology: Topology) -> bool:
     unfit = mesh.pipe > 1 and (schedule_kind(config).by_device or config.parallel.pieces > 1)
     obstacle = obstacle_to_overlap(schedule_name(config) if unfit else None, config.optimizer.sharding)
     reduces = mesh.data > 1 or (gather == "step" and num_shards(config) > 1)
-    return overlaps(config.parallel.overlap_grad_reduce, topology.platform, obstacle, reduces)
+    kind = topology.chip.kind if topology.chip else None
+    return overlaps(config.parallel.overlap_grad_reduce, kind, obstacle, reduces, mesh.pipe > 1)
 
 
 def share_ahead(config: Config, sizes: TransformerConfig, topology: Topology) -> float:

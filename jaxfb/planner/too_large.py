@@ -77,13 +77,15 @@ def _with_less_on_host(config: Any) -> str:
 
 
 def changes(config: Planned, topology: Topology) -> Iterator[tuple[list[str], Verdict]]:
-    """Yields changes of a config, the cheapest in time first, with their verdicts."""
+    """Yields changes of a config that need less, the cheapest in time first, with their verdicts."""
     devices, now = topology.num_devices, estimated(config, topology)
     rows = now.rows_per_microbatch
     fewer = [size for size in (rows // 2, rows // 4, 1) if 0 < size < rows and rows % size == 0]
     keys = [_smaller(config, rows // size, now) for size in dict.fromkeys(fewer)]
     if devices > 1 and config.mesh.fsdp == 1 and config.mesh.data in (-1, devices):
         keys += [["mesh.data=1", f"mesh.fsdp={devices}"]]
+    if devices > 1 and config.parallel.overlap_grad_reduce is not False:
+        keys += [["parallel.overlap_grad_reduce=false"]]
     if devices > 1 and config.parallel.gather_ahead in (None, True):
         keys += [["parallel.gather_ahead=half"]]
     if config.optimizer.memory == "device" and topology.platform != "cpu":
@@ -93,7 +95,9 @@ def changes(config: Planned, topology: Topology) -> Iterator[tuple[list[str], Ve
     keys += [[*cut, "parallel.remat=full"] for cut in ([], *keys) if config.parallel.remat != "full"]
     for change in keys:
         with suppress(ValueError):  # rows that do not divide, or an axis that the model does not
-            yield change, estimated(config_from_dict(config_to_dict(config), change), topology)
+            verdict = estimated(config_from_dict(config_to_dict(config), change), topology)
+            if verdict.needed < now.needed:
+                yield change, verdict
 
 
 def _smaller(config: Planned, times: int, now: Verdict) -> list[str]:

@@ -39,9 +39,16 @@ def _newest(update: int | None) -> str:
 
 def where_it_lies(where: RunDirectory, summary: Mapping[str, Any]) -> Iterator[str]:
     """Yields how long the run was and, unless its directory is removed at once, where everything lies."""
-    length = f"{summary['updates']} updates in {duration(summary['seconds'])}"
+    length = f"{_updates(summary)} in {duration(summary['seconds'])}"
     if not where.is_kept:
         yield length
         return
     yield f"{length}; everything is in {where.path}:"
     yield "  " + "  ".join(where.contents())
+
+
+def _updates(summary: Mapping[str, Any]) -> str:
+    """Returns how many updates a run has, and how many of them this process applied, as words."""
+    done, before = summary["updates"], summary["updates_before"]
+    counted = f"{done} update{'s' * (done != 1)}"
+    return f"{counted}, the last {done - before} of them" if 0 < before < done else counted

@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import jax
 
@@ -120,10 +120,10 @@ class Hosts:
         self.first(lambda: kept.append(function()))  # which the others do not call
         return kept[0] if self.is_first else function()
 
-    def say(self, text: str) -> None:
-        """Prints a line, once for the whole job."""
+    def say(self, text: str, file: TextIO | None = None) -> None:
+        """Prints a line, once for the whole job; to standard output unless a file is given."""
         if self.is_first:
-            print(text, flush=True)
+            print(text, file=file, flush=True)
 
     def agree(self, what: str, facts: Callable[[], Mapping[str, Any]]) -> None:
         """Refuses, on every process with the same sentence, where one of its `facts()` is not the same on all.

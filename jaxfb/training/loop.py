@@ -333,7 +333,12 @@ class _Loop:
     def _summary(self, prepared: Any) -> dict[str, Any]:
         run_ = self._run
         seconds = round(time.monotonic() - self._began, 2)
-        common = {"updates": run_.done, "seconds": seconds, "metrics": run_.metrics}
+        common = {
+            "updates": run_.done,
+            "updates_before": run_.before,
+            "seconds": seconds,
+            "metrics": run_.metrics,
+        }
         run_.goodput.end(run_.phases.take(run_.done))
         common["goodput"] = run_.goodput.summary()
         summary = {**common, **self._work.finish(run_, prepared)}

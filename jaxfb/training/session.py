@@ -76,6 +76,7 @@ class Run(AbstractContextManager["Run"]):
     done:      global batches consumed, applied or skipped; also the name of a checkpoint.
     metrics:   of the last evaluation.
     resumed:   `done` and the state are those of a checkpoint.
+    before:    `done` of that checkpoint, 0 without one.
     say:       prints a line above the progress.
     phases:    where the time goes.
     kept:      JSON values that the guards save with each checkpoint.
@@ -89,7 +90,7 @@ class Run(AbstractContextManager["Run"]):
         # At least two: the newest is known to be good only when an update after it has been applied.
         keep = max(settings.keep, 2)
         self._store = CheckpointStore(directory.checkpoints, keep, settings.keep_best, settings.asynchronous)
-        self.done, self.resumed = 0, False
+        self.done, self.resumed, self.before = 0, False, 0
         self.metrics: dict[str, float] = {}
         self.stopped: str | None = None
         self.phases = Phases()
@@ -166,7 +167,7 @@ class Run(AbstractContextManager["Run"]):
             self._saved = self._store.latest()
         if "goodput" in record:
             self.goodput.restore(record["goodput"])
-        self.done = record["update"]
+        self.done = self.before = record["update"]
         self.resumed = True
 
     def _resume_saved(self, allow_changes: bool) -> tuple[Any, dict[str, Any]]:

@@ -196,7 +196,13 @@ def test_what_cannot_be_generated_is_refused_before_anything_is_read(tmp_path, c
 def test_what_a_disk_refuses_is_a_sentence_and_code_74(calls, capsys, number):
     calls.error = OSError(number, os.strerror(number), "runs/x/plan.json.tmp")
     assert main(["train", QUICKSTART]) == 74
-    assert capsys.readouterr().err == f"jaxfb: {os.strerror(number)}: runs/x/plan.json.tmp\n"
+    sentence, place = capsys.readouterr().err.split(" (")
+    assert sentence == f"jaxfb: {os.strerror(number)}: runs/x/plan.json.tmp"
+    assert place.startswith(
+        f"{__file__}, line "
+    )  # code that is not jaxfb's raised it: where a user would look
+    assert main(["export-hf", "nowhere", "out"]) in (2, 74)
+    assert " (" not in capsys.readouterr().err
     calls.error = OSError(errno.EBADF, "a bug")
     with pytest.raises(OSError, match="a bug"):
         main(["train", QUICKSTART])

@@ -20,6 +20,7 @@ from jaxfb.models.transformer import init_params, transformer
 from jaxfb.planner import parse_topology
 from jaxfb.planner.counts import reduces_beside
 from jaxfb.planner.job import abstract_device, abstract_mesh, model_sizes
+from jaxfb.platforms.kinds import V5E, V5P
 from jaxfb.training.setup import engine_options
 
 KEY = jax.random.key(5)
@@ -177,11 +178,17 @@ def test_it_is_the_default_on_accelerators_where_gradients_are_whole():
     from jaxfb.forward_backward.last_microbatch import obstacle_to_overlap, overlaps
 
     free = obstacle_to_overlap(None, "none")
-    assert free is None and overlaps(None, "tpu", free, True) and overlaps(None, "gpu", free, True)
-    assert not overlaps(None, "cpu", free, True) and overlaps(True, "cpu", free, True)
-    assert not overlaps(None, "tpu", free, False) and not overlaps(False, "tpu", free, True)
+    assert (
+        free is None
+        and overlaps(None, V5P[0], free, True, False)
+        and overlaps(None, "gpu", free, True, False)
+    )
+    assert not overlaps(None, "cpu", free, True, False) and overlaps(True, "cpu", free, True, False)
+    assert not overlaps(None, V5E, free, False, False) and not overlaps(False, V5E, free, True, False)
+    assert overlaps(None, V5P[0], free, True, True) and overlaps(True, "gpu", free, True, True)
+    assert not overlaps(None, "gpu", free, True, True) and not overlaps(None, V5E, free, True, True)
     cut = obstacle_to_overlap(None, "gradients")
-    assert cut is not None and not overlaps(None, "tpu", cut, True)
+    assert cut is not None and not overlaps(None, V5P[0], cut, True, False)
 
 
 @pytest.mark.parametrize(
@@ -193,6 +200,8 @@ def test_it_is_the_default_on_accelerators_where_gradients_are_whole():
         ("v5p:2x2x1", ("mesh.data=2", "mesh.fsdp=2"), True),
         ("v5p:2x2x1", ("mesh.data=1", "mesh.fsdp=4"), False),  # nothing is left to reduce
         ("v5p:2x2x1", ("mesh.data=2", "mesh.pp=2"), True),
+        ("gpu:h100x4", ("mesh.data=2", "mesh.pp=2"), False),
+        ("v5e:2x2", ("mesh.data=2", "mesh.pp=2"), False),
         ("v5p:2x2x1", ("mesh.data=2", "mesh.pp=2", "schedule=zb_v", "chunks=2"), False),
         ("v5p:2x2x1", ("mesh.data=4", "optimizer.sharding=gradients"), False),
         ("v5p:2x2x1", ("mesh.data=4", "parallel.overlap_grad_reduce=false"), False),

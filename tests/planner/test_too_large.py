@@ -10,7 +10,7 @@ from tiny import write_tiny
 from jaxfb import rl, trainer
 from jaxfb.cli import commands as cli
 from jaxfb.config import load_config
-from jaxfb.planner import too_large
+from jaxfb.planner import parse_topology, too_large
 from jaxfb.planner.too_large import advice, is_lack_of_memory, remedy, topology_of
 from jaxfb.planner.verdict import estimated
 from jaxfb.platforms import pinned_memory
@@ -53,6 +53,18 @@ def test_half_a_layer_ahead_is_proposed_where_a_whole_one_is_gathered(tmp_path):
     less = estimated(config, topology).needed - proposed["parallel.gather_ahead=half"]
     assert less == pytest.approx(weights + gradients, rel=0.01)
     assert proposed["parallel.gather_ahead=false"] < proposed["parallel.gather_ahead=half"]
+
+
+def test_gradients_that_wait_in_a_pipeline_are_proposed_to_be_reduced_at_the_end(tmp_path):
+    """By the formula two layers' gradients less; nothing is proposed where none wait."""
+    mesh = {"pipe": 2, "data": 2}
+    config = load_config(write_tiny(tmp_path, mesh=mesh), [*BIG, "model.num_layers=4"])
+    name = "parallel.overlap_grad_reduce=false"
+    proposed = {
+        where: [" ".join(change) for change, _ in too_large.changes(config, parse_topology(where))]
+        for where in ("v5p:2x2x1", "v5e:2x2")
+    }
+    assert name in proposed["v5p:2x2x1"] and name not in proposed["v5e:2x2"]
 
 
 SFT = ["model.hidden_size=1024", "model.num_layers=8", "conversations.sequence_length=1024", "batch.rows=512"]

@@ -23,6 +23,7 @@ from jaxfb.cli.commands import main
 from jaxfb.config import load_config
 from jaxfb.metrics import read_jsonl
 from jaxfb.planner import host_fit
+from jaxfb.training.ending import where_it_lies
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.run_lock import RunLock
 
@@ -356,3 +357,18 @@ def test_a_run_directory_is_for_its_user_alone_and_one_that_exists_keeps_its_mod
             assert stat.S_IMODE((tmp_path / "shared").stat().st_mode) == 0o755
     finally:
         os.umask(before)
+
+
+@pytest.mark.parametrize(
+    ("done", "before", "words"),
+    [
+        (12, 0, "12 updates in 0:00:03"),
+        (12, 4, "12 updates, the last 8 of them in 0:00:03"),
+        (12, 12, "12 updates in 0:00:03"),
+        (1, 0, "1 update in 0:00:03"),
+    ],
+)
+def test_the_last_line_counts_the_updates_of_its_time(tmp_path, done, before, words):
+    summary = {"updates": done, "updates_before": before, "seconds": 3.0}
+    first, *_ = where_it_lies(RunDirectory(tmp_path), summary)
+    assert first == f"{words}; everything is in {tmp_path}:"

@@ -16,6 +16,7 @@ from jaxfb import trainer
 from jaxfb.batch_plan import BatchPlan, RunPlan
 from jaxfb.callbacks import HOOKS, callback
 from jaxfb.checkpoint.store import CheckpointStore
+from jaxfb.cli.commands import main
 from jaxfb.config import load_config
 from jaxfb.metrics import read_jsonl
 from jaxfb.training import report
@@ -102,7 +103,12 @@ def test_eval_and_generate_read_the_run(done, capsys):
     config, result, _ = done
     metrics = trainer.evaluate(result.directory)
     assert metrics["eval/loss"] == pytest.approx(result.summary["nats_per_token"]["held_out"], rel=1e-6)
-    assert "unigram" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "unigram" in out and "held-out tokens of python-stdlib\n" in out
+    assert main(["eval", str(result.directory), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["scores"]["held_out"] == metrics
+    assert main(["eval", str(result.directory), "--length", "8"]) == 2
+    assert "--length is the context of --text and --task" in capsys.readouterr().err
     text = trainer.generate(result.directory, "import ", tokens=5, temperature=0)
     assert text.startswith("import ") and text == trainer.generate(
         result.directory, "import ", tokens=5, temperature=0
