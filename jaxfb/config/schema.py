@@ -234,7 +234,8 @@ def unknown_key(key: str, root: type) -> str:
     keys = list(all_keys(root))
     near = _nearest(key, keys)
     if near:
-        return f"[config] unknown key {key}; did you mean {near}?"
+        namesakes = [k for k in keys if "." not in key and k.endswith(f".{key}")]
+        return f"[config] unknown key {key}; did you mean {' or '.join(namesakes[:3] or [near])}?"
     section = key.rpartition(".")[0]
     depth = key.count(".")
     legal = [k for k in keys if k.rpartition(".")[0] == section and k.count(".") == depth]

@@ -190,7 +190,7 @@ class EngineOptions(LayoutOptions, PrecisionOptions):
     def schedule_for(self, pipe: int, num_microbatches: int) -> schedules.Schedule:
         """Returns the schedule of a pipeline that a plan with so many microbatches runs under."""
         if isinstance(self.schedule, schedules.Schedule):
-            return _check_schedule(self.schedule, pipe, num_microbatches, self.num_pieces)
+            return _check_schedule(self.schedule, pipe, num_microbatches, self)
         name = (
             schedules.default_name(self.num_chunks, self.num_pieces)
             if self.schedule is None
@@ -247,14 +247,15 @@ def _described() -> str:
 
 
 def _check_schedule(
-    schedule: schedules.Schedule, pipe: int, num_microbatches: int, num_pieces: int
+    schedule: schedules.Schedule, pipe: int, num_microbatches: int, options: EngineOptions
 ) -> schedules.Schedule:
-    if num_pieces not in (1, schedule.num_pieces):
-        raise Refused(
-            f"schedule {schedule.name!r} has num_pieces={schedule.num_pieces}, the call has {num_pieces}; leave the "
-            "latter out",
-            [{"num_pieces": 1}],
-        )
+    for name in ("num_chunks", "num_pieces"):
+        own, given = getattr(schedule, name), getattr(options, name)
+        if given not in (1, own):
+            raise Refused(
+                f"schedule {schedule.name!r} has {name}={own}, the call has {given}; leave the latter out",
+                [{name: 1}],
+            )
     if (schedule.num_stages, schedule.num_microbatches) != (pipe, num_microbatches):
         raise Refused(
             f"schedule {schedule.name!r} is for pipe={schedule.num_stages} and {schedule.num_microbatches} "

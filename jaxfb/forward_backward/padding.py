@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import jax
@@ -11,23 +12,30 @@ import numpy as np
 from jaxfb.forward_backward.traced import Traced
 from jaxfb.forward_backward.weights import check_data_only, reads_microbatch
 from jaxfb.refusal import Refused
-from jaxfb.types import LossFn, PyTree
+from jaxfb.types import LossFn, Max, Min, PyTree, Sum
 
-MOST = 2**22
-"""Totals are checked for models of at most this many parameters."""
+MOST = 2**30
+"""Totals are computed where that takes about this many operations at most: two for each parameter and position."""
 
 
-def check_padding(loss_fn: LossFn, params: PyTree, microbatches: PyTree, keys: jax.Array | None) -> None:
+def check_padding(
+    loss_fn: LossFn,
+    params: PyTree,
+    microbatches: PyTree,
+    keys: jax.Array | None,
+    otherwise: str = 'remainder="drop" or "error"',
+) -> None:
     """Checks that rows of zeros count nothing, on a microbatch of them alone.
 
-    Their weights must be 0, and so must totals without a weight; these are computed with random parameters, unless
-    there are too many.
+    Their weights and totals must be 0; totals are computed with random parameters, unless the model is too large.
+    Metrics that count them get a warning.
 
     Args:
       params, microbatches, keys: arrays or shapes; no value is read.
+      otherwise: what to use where the rows of zeros cannot be masked.
 
     Raises:
-      ValueError: a weight of such rows is not 0, though the term's total reads the microbatch, or a total is not.
+      ValueError: a weight or a total of such rows is not 0, though the term's total reads the microbatch.
     """
     one = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)  # noqa: E731
     microbatch, rng = jax.tree.map(one, (microbatches, keys))
@@ -36,25 +44,57 @@ def check_padding(loss_fn: LossFn, params: PyTree, microbatches: PyTree, keys: j
     except NameError:  # raised for an axis name outside of a mesh
         return
     check_data_only(traced, params)
-    few = sum(leaf.size for leaf in jax.tree.leaves(params)) <= MOST
+    blank = _Blank(traced, params, microbatch, rng)
     for name, term in traced.places.terms.items():
-        part = "total" if term.weight is None else "weight"
-        if not reads_microbatch(traced, name) or (part == "total" and not few):
-            continue
-        counted = _of_zeros(traced, getattr(term, part), params if part == "total" else None, microbatch, rng)
-        if counted != 0:
-            raise Refused(
-                f"the plan fills microbatches up with rows of zeros, and term {name!r} counts them: its {part} is "
-                f"{counted:g} for a microbatch of nothing else; count with a mask that is 0 there, such as "
-                'Sum(jnp.where(mask > 0, loss, 0).sum(), mask.sum()), or use remainder="drop" or "error"'
-            )
+        if reads_microbatch(traced, name):
+            for part in ("weight", "total"):
+                _check_term(name, part, blank.of(getattr(term, part)), otherwise)
+    counting = sorted(name for name, metric in traced.places.metrics.items() if blank.counts_in(metric))
+    if counting:
+        warnings.warn(
+            f"the plan fills microbatches up with rows of zeros, and {', '.join(counting)} of the metrics "
+            f"count{'s' * (len(counting) == 1)} them; {_MASK}, or use {otherwise}",
+            stacklevel=2,
+        )
 
 
-def _of_zeros(traced: Traced, place: int, params: PyTree, microbatch: PyTree, rng: Any) -> float:
-    """Returns one result of the loss function for a microbatch of zeros and random parameters."""
-    draw = np.random.default_rng(0)
-    with jax.ensure_compile_time_eval():
-        params = jax.tree.map(lambda leaf: jnp.asarray(draw.normal(size=leaf.shape), leaf.dtype), params)
-        blank = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), microbatch)
-        keys = None if rng is None else jax.random.split(jax.random.key(0), rng.shape)
-        return float(traced.function(place)(params, blank, keys)[0])
+_MASK = "count with a mask that is 0 there, such as Sum(jnp.where(mask > 0, loss, 0).sum(), mask.sum())"
+
+
+def _check_term(name: str, part: str, counted: np.ndarray, otherwise: str) -> None:
+    if np.any(counted != 0):
+        raise Refused(
+            f"the plan fills microbatches up with rows of zeros, and term {name!r} counts them: its {part} is "
+            f"{counted.max():g} for a microbatch of nothing else; {_MASK}, or use {otherwise}"
+        )
+
+
+class _Blank:
+    """Results of a loss function for a microbatch of zeros and random parameters."""
+
+    def __init__(self, traced: Traced, params: PyTree, microbatch: PyTree, rng: Any):
+        self._traced, self._shapes = traced, (params, microbatch, rng)
+        positions = max((leaf.size for leaf in jax.tree.leaves(microbatch)), default=1)
+        self._is_short = 2 * positions * sum(leaf.size for leaf in jax.tree.leaves(params)) <= MOST
+
+    def counts_in(self, metric: Any) -> bool:
+        """Returns whether a metric reads the microbatch, and its value changes by rows of zeros."""
+        places = jax.tree.leaves(metric)
+        if not any(self._traced.reads(*places)[1]):
+            return False
+        if isinstance(metric, Sum):
+            return any(np.any(self.of(place) != 0) for place in places)
+        neutral = {Max: -np.inf, Min: np.inf}.get(type(metric))
+        return neutral is None or bool(np.any(self.of(metric.array, neutral) != neutral))
+
+    def of(self, place: int | None, unknown: float = 0) -> np.ndarray:
+        """Returns one result; `unknown` where there is none, or it takes too long to compute."""
+        if place is None or (any(self._traced.reads(place)[0]) and not self._is_short):
+            return np.asarray(unknown)
+        params, microbatch, rng = self._shapes
+        draw = np.random.default_rng(0)
+        with jax.ensure_compile_time_eval():
+            params = jax.tree.map(lambda leaf: jnp.asarray(draw.normal(size=leaf.shape), leaf.dtype), params)
+            zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), microbatch)
+            keys = None if rng is None else jax.random.split(jax.random.key(0), rng.shape)
+            return np.asarray(jax.jit(self._traced.function(place))(params, zeros, keys)[0], np.float64)

@@ -1,9 +1,13 @@
 """Schedules as text (forward_backward step): printed, read back, and in errors with a bad cell marked."""
 
+import json
+import re
 from collections.abc import Sequence
+from typing import Any
 
 from jaxfb.refusal import Refused, instance, integer, shown
 from jaxfb.schedules.action import KINDS, Action, parse_action
+from jaxfb.schedules.placement import placement_of
 
 _MOST_IDLE = 1_000_000
 
@@ -26,9 +30,16 @@ def _phases(schedule) -> str:
     return f"phases {', '.join(phases)}"
 
 
-def is_by_device(text: str) -> bool:
-    """Returns whether a printed table is titled as one in which each device computes its own cell alone."""
-    return any(line.rstrip().endswith(BY_DEVICE) for line in text.splitlines())
+def titled(text: str) -> dict[str, Any]:
+    """Returns what the title of a printed table says about it beside its cells: options of `Schedule.from_table`."""
+    placement = re.search(r", placement (v|\[\[[\d, \[\]]+\]\])", text)
+    pieces = re.search(r"\d microbatches in (\d{1,9}) pieces", text)
+    found = placement[1] if placement else "loop"
+    return {
+        "by_device": any(line.rstrip().endswith(BY_DEVICE) for line in text.splitlines()),
+        "placement": json.loads(found) if found.startswith("[") else found,
+        "num_pieces": int(pieces[1]) if pieces else 1,
+    }
 
 
 def headline(schedule) -> str:
@@ -38,7 +49,16 @@ def headline(schedule) -> str:
     sizes = f"{devices} x {chunks}, {schedule.num_microbatches} microbatches"
     if schedule.num_pieces > 1:
         sizes += f" in {schedule.num_pieces} pieces"
-    return f"{schedule.name}: {sizes}, {schedule.num_ticks} ticks"
+    return f"{schedule.name}: {sizes}, {schedule.num_ticks} ticks{_placement(schedule)}"
+
+
+def _placement(schedule) -> str:
+    """Returns the placement as words, none for that which a table without a title has."""
+    sizes = schedule.num_stages, schedule.num_chunks
+    if schedule.placement == placement_of("loop", *sizes):
+        return ""
+    is_v = schedule.num_chunks == 2 and schedule.placement == placement_of("v", *sizes)
+    return f", placement {'v' if is_v else json.dumps(schedule.placement)}"
 
 
 def render_table(

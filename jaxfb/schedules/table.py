@@ -15,7 +15,7 @@ from jaxfb.schedules.earliest import earliest_forwards
 from jaxfb.schedules.phases import Phase, one_phase_of, phases_of
 from jaxfb.schedules.placement import Placement, homes_of, placement_of
 from jaxfb.schedules.program import Program, program_of
-from jaxfb.schedules.render import headline, is_by_device, parse_table, render
+from jaxfb.schedules.render import headline, parse_table, render, titled
 from jaxfb.schedules.simulate import Simulation, simulate
 from jaxfb.schedules.sizes import checked_pieces
 from jaxfb.schedules.slots import Slots, slots_of
@@ -94,13 +94,17 @@ class Schedule:
         text: str,
         *,
         name: str = "custom",
-        placement: str | Placement = "loop",
-        num_pieces: int = 1,
+        placement: str | Placement | None = None,
+        num_pieces: int | None = None,
     ) -> "Schedule":
-        """Makes a schedule from text in the form that `render` prints; otherwise as `from_table`."""
-        table = parse_table(text)
-        options = {"by_device": is_by_device(text), "num_pieces": num_pieces}
-        return cls.from_table(table, name=name, placement=placement, **options)
+        """Makes a schedule from text in the form that `render` prints; otherwise as `from_table`.
+
+        placement, num_pieces: None takes those of the title that `render` prints; without one "loop" and 1.
+        """
+        table, options = parse_table(text), titled(text)
+        given = {"placement": placement, "num_pieces": num_pieces}
+        options |= {option: value for option, value in given.items() if value is not None}
+        return cls.from_table(table, name=name, **options)
 
     def stage_of(self, device: int, chunk: int) -> int:
         """Returns the stage, 0 .. P*V - 1, that is this chunk of this device."""

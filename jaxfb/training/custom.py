@@ -111,7 +111,8 @@ class Custom(WindowedWork):
         cut = (plan.num_microbatches, plan.rows_per_microbatch)
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((*cut, *leaf.shape[1:]), leaf.dtype), batch)
         keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), cut))
-        check_padding(as_loss_fn(self._model), self.abstract_params, shapes, keys)
+        otherwise = 'run={"remainder": "drop"} or "error"'
+        check_padding(as_loss_fn(self._model), self.abstract_params, shapes, keys, otherwise)
 
     def record(self, number: int, metrics: StepMetrics) -> dict[str, Any]:
         return {**super().record(number, metrics), "rows": self.run_plan.window(number).rows}

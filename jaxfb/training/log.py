@@ -11,7 +11,7 @@ from jaxfb.callbacks import Callback
 from jaxfb.config import config_to_dict
 from jaxfb.display import Progress
 from jaxfb.metrics import Throughput, arrays, make_writers, scalars
-from jaxfb.training.session import Run
+from jaxfb.training.session import PHASES, Run
 from jaxfb.update.train_step import StepMetrics
 
 
@@ -96,15 +96,25 @@ class Log(Callback):
         return speed
 
 
+OF_A_RECORD = frozenset(
+    "step rows tokens epoch goodput tokens_per_second seconds_per_step teraflops_per_device host_seconds "
+    "forward_backward_seconds optimizer_seconds".split()
+) | {f"{phase}_seconds" for phase in PHASES}
+"""Names that a record has beside those of `StepMetrics`."""
+
+
 def named_numbers(metrics: StepMetrics) -> dict[str, Any]:
     """Returns the numbers of one update by name.
 
     A metric of many numbers, such as the load of each expert of each layer, is a list, and its "/min", "/mean" and
-    "/max" are numbers beside it.
+    "/max" are numbers beside it. A metric of the model's whose name a record has already, such as "loss", is
+    "metrics/loss".
     """
     named = scalars(replace(metrics, nonfinite=None)) | arrays(metrics.metrics)
     named["applied_updates"] = named.pop("step")
-    return {name.removeprefix("metrics/"): value for name, value in named.items()}
+    taken = {*named, *OF_A_RECORD}
+    short = {name: name.removeprefix("metrics/") for name in named}
+    return {name if short[name] in taken else short[name]: value for name, value in named.items()}
 
 
 def held_out(metrics: Mapping[str, float]) -> str:

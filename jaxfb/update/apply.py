@@ -31,6 +31,7 @@ from jaxfb.update.attempt import (
     rows_count,
 )
 from jaxfb.update.conditional import changed_if
+from jaxfb.update.extra_arguments import updated
 from jaxfb.update.train_state import StepMetrics, TrainState
 
 
@@ -131,8 +132,7 @@ class Update:
             )
             grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, before)
             more = {"samples": state.samples, "value": out.loss}
-            update = optax.with_extra_args_support(self.optimizer).update
-            updates, opt_state = update(grads, state.opt_state, before, **more)
+            updates, opt_state = updated(self.optimizer, grads, state.opt_state, before, **more)
             if self.counted is not None:
                 leaves = like(before, self.counted.leaves(state.params))
                 updates = jax.tree.map(lambda stays, u: jnp.zeros_like(u) if stays else u, leaves, updates)

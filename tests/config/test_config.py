@@ -32,6 +32,7 @@ REFUSED = [
     ("optimizer=7", r"optimizer=7 must be a section with learning_rate, .*, memory"),
     ("mesh.stage=2", r"did you mean mesh\.pipe\?"),
     ("hidden_size=3", r"unknown key hidden_size; did you mean model\.hidden_size\?"),
+    ("remainder=drop", r"unknown key remainder; did you mean batch\.remainder or run\.remainder\?"),
     ("run.foo=1", r"unknown key run\.foo; choose one of run\.dir, run\.seed, .*"),
     ("run.updates=many", r"run\.updates='many' must be an int or null"),
     ("batch.rows=true", r"batch\.rows=true must be an int"),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxfb import BatchPlan, LossOutput, Pipelined, Sum, get_forward_backward_func, make_mesh
+from jaxfb import BatchPlan, Last, LossOutput, Min, Pipelined, Sum, get_forward_backward_func, make_mesh
 from jaxfb.forward_backward import Packed
 
 ROWS = 8
@@ -203,6 +203,10 @@ COUNTING = {
         lambda w, mb, rng: Sum(squares(w, mb).sum(), (mb["y"] != -1).sum()),
         "weight is 2",
     ),
+    "a total beside a masked weight": (
+        lambda w, mb, rng: Sum((squares(w, mb) + w[0]).sum(), masked(w, mb)[1]),
+        "total is",
+    ),
     "a sum without a weight": (lambda w, mb, rng: Sum((squares(w, mb) + w[0]).sum()), "total is"),
 }
 
@@ -226,6 +230,23 @@ def test_losses_that_read_a_mask_are_those_of_the_real_rows():
     out = run(terms, W, make_mesh(), SEVEN, plan=PADDED, rng=3)
     mean, total = Sum(*masked(W, SEVEN)).value, masked(W, SEVEN)[0]
     np.testing.assert_allclose(out.loss, mean + total + (W**2).sum(), rtol=1e-13)
+
+
+def test_metrics_that_count_rows_of_padding_are_named_in_a_warning():
+    def loss(w, mb, rng):
+        x, mask = mb["x"], mb["mask"] > 0
+        metrics = {
+            "mean": Sum(x.sum(), x.size),
+            "least": Min(squares(w, mb).min()),
+            "newest": Last(x[-1, 0]),
+            "scale": Last(w[0]),
+            "rows": Sum(mask.sum()),
+            "least_masked": Min(jnp.where(mask, squares(w, mb), jnp.inf).min()),
+        }
+        return LossOutput({"loss": Sum(*masked(w, mb))}, metrics)
+
+    with pytest.warns(UserWarning, match="rows of zeros, and least, mean, newest of the metrics count them"):
+        run(loss, W, make_mesh(), SEVEN, plan=PADDED)
 
 
 @pytest.mark.parametrize("packing", [False, True])

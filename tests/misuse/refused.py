@@ -246,6 +246,13 @@ def pieces_of_a_table(num_pieces):
     return fb.schedule_for(4)
 
 
+def chunks_of_a_table(num_chunks):
+    fb = jaxfb.get_forward_backward_func(
+        make_mesh(pipe=2, devices=jax.devices()[:2]), make("1f1b", 2, 4), num_chunks=num_chunks
+    )
+    return fb.schedule_for(4)
+
+
 def pieces_of_model(num_pieces, schedule=None):
     return check_offers_pieces(MODEL, num_pieces)
 
@@ -367,6 +374,7 @@ REFUSED = [
     (CutConfig, dict(rows_per_microbatch=2, context_by_width=True)),
     (pieces_on, dict(context=2)),
     (pieces_of_a_table, dict(num_pieces=2)),
+    (chunks_of_a_table, dict(num_chunks=2)),
     (lambda remat: jaxfb.get_forward_backward_func(remat=remat), dict(remat="selectiv*8+layer")),
     (lambda remat: check_remat_layers(remat, 4), dict(remat="none*4+layer")),
     (lambda fsdp_gather: jaxfb.get_forward_backward_func(fsdp_gather=fsdp_gather), dict(fsdp_gather=0)),

@@ -64,7 +64,7 @@ CALLS = [
         "Schedule.from_text",
         Schedule.from_text,
         lambda: dict(text=TEXT),
-        {"text": nothing, "name": texts, "placement": PLACEMENT},
+        {"text": nothing, "name": texts, "placement": maybe(PLACEMENT)},
     ),
     Call("Schedule.simulate", ONE.simulate, dict, {**COSTS, "head": COST}),
     Call("Schedule.summary", ONE.summary, dict, {**COSTS, "head": COST}),

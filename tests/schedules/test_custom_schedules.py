@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from jaxfb.schedules import KINDS, NAMES, Action, Schedule, make
+from jaxfb.schedules import NAMES, Action, Schedule, make
 from jaxfb.schedules.phases import MAX_PHASES
 from jaxfb.schedules.replay import replay
 
@@ -21,10 +21,21 @@ device 1  .     F0.0+B0.0  F1.0+B1.0  .     .
 @pytest.mark.parametrize("width", [40, 120])
 def test_text_is_read_back_as_the_same_table(name, width):
     schedule = make(name, 3, 7, 2)
-    placement = "v" if KINDS[name].chunks(4) == (2,) else "loop"
-    read = from_text(schedule.render(width=width), placement=placement)
-    assert (read.table, read.by_device) == (schedule.table, schedule.by_device)
+    assert from_text(schedule.render(width=width), name=schedule.name) == schedule
     assert from_table(schedule.table, placement=schedule.placement).table == schedule.table
+
+
+def test_the_title_says_the_pieces_and_where_chunks_are():
+    pieces = make("seq1f1b", 2, 3, 1, 2)
+    assert from_text(pieces.render(), name=pieces.name) == pieces
+    forwards = pieces.forward_only().render()
+    assert (
+        from_text(forwards).num_microbatches == 3 and from_text(forwards, num_pieces=3).num_microbatches == 2
+    )
+    own = from_table([["F0.0"], ["F0.1"]], placement=[[0, 1]])
+    turned = from_table([["F0.1"], ["F0.0"]], placement=[[1, 0]])
+    assert "placement [[1, 0]]" in turned.render() and "placement" not in own.render()
+    assert from_text(turned.render()) == turned
 
 
 def test_own_table_has_phases_slots_and_costs_like_a_built_in_one():

@@ -18,8 +18,8 @@ TOLERANCE = {"float64": 1e-12, "float32": 2e-5, "float16": 1e-2, "bfloat16": 6e-
 PLAN = BatchPlan(rows=ROWS, num_microbatches=2, data_parallel=2)
 
 
-def plain_optax(optimizer, loss, params, batches):
-    """The updates of a whole batch on one device, one operation after the other."""
+def plain_optax(optimizer, loss, params, batches, more=("value", "samples")):
+    """The updates of a whole batch on one device, one operation after the other; more: what the optimizer takes."""
     optimizer, opt_state = optax.with_extra_args_support(optimizer), optimizer.init(params)
 
     def whole(params, batch):
@@ -28,7 +28,8 @@ def plain_optax(optimizer, loss, params, batches):
 
     for batch in batches:
         value, grads = jax.value_and_grad(whole)(params, batch)
-        updates, opt_state = optimizer.update(grads, opt_state, params, value=value, samples=0)
+        given = {name: {"value": value, "samples": 0}[name] for name in more}
+        updates, opt_state = optimizer.update(grads, opt_state, params, **given)
         params = optax.apply_updates(params, updates)
     return params, opt_state
 
@@ -70,11 +71,12 @@ def test_whatever_of_the_state_is_like_a_parameter_lives_as_its_gradient(name):
         assert {leaf.sharding.spec for leaf in matrices(state.opt_state)} == {of_moment}
 
 
-@pytest.mark.parametrize("name", ["polyak_sgd", "reduce_on_plateau"])
+@pytest.mark.parametrize("name", ["polyak_sgd", "reduce_on_plateau", "sam"])
 def test_an_optimizer_that_asks_for_the_loss_is_given_it(name):
     optimizer = {
         "polyak_sgd": optax.polyak_sgd(0.1),
         "reduce_on_plateau": optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1)),
+        "sam": optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05)),  # takes another argument and no others
     }[name]
     batches = [batch_of(seed) for seed in range(3)]
     plan = BatchPlan(rows=ROWS, num_microbatches=2)
@@ -82,9 +84,18 @@ def test_an_optimizer_that_asks_for_the_loss_is_given_it(name):
     state = step.init(params_of())
     for batch in batches:
         state, _ = step(state, batch)
-    params, _ = plain_optax(optimizer, dict_loss, params_of(), batches)
+    more = () if name == "sam" else ("value", "samples")
+    params, _ = plain_optax(optimizer, dict_loss, params_of(), batches, more)
     for got, wanted in zip(jax.tree.leaves(state.params), jax.tree.leaves(params), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=2e-5)
+
+
+def test_an_optimizer_that_evaluates_the_loss_itself_is_refused():
+    step = make_train_step(
+        dict_loss, optax.lbfgs(), None, BatchPlan(rows=ROWS, num_microbatches=2), dropout=False
+    )
+    with pytest.raises(ValueError, match=r"needs arguments beside .*value_fn.*lbfgs\(linesearch=None\)"):
+        step(step.init(params_of()), batch_of(0))
 
 
 @pytest.mark.slow
