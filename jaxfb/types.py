@@ -69,8 +69,10 @@ class Sum(_Reduced):
         """Returns total / weight, 0 where the weight is 0; the total where there is no weight."""
         if self.weight is None:
             return jnp.asarray(self.total)
-        weight = jnp.asarray(self.weight)
-        return jnp.where(weight != 0, self.total / jnp.where(weight != 0, weight, 1), 0)
+        total, weight = jnp.asarray(self.total), jnp.asarray(self.weight)
+        if not jnp.issubdtype(weight.dtype, jnp.floating):  # also where the caller lets JAX promote no dtypes
+            weight = weight.astype(jnp.result_type(total, 1.0))
+        return jnp.where(weight != 0, total / jnp.where(weight != 0, weight, 1), 0)
 
 
 @jax.tree_util.register_dataclass

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxfb.forward_backward.microbatches import merge, row_keys, rows_spec, specs_of, split_keys
 from jaxfb.forward_backward.offered import counts_before
@@ -29,7 +29,7 @@ from jaxfb.types import PyTree, restrict_to
 def placed(resolved: Resolved, params: PyTree, microbatches: PyTree, rng: Any) -> tuple:
     """Returns (params, microbatches, keys) where the program of a call reads them."""
     mesh, specs = resolved.mesh, resolved.specs.tree
-    keys = split_keys(row_keys(rng, resolved.plan), resolved.plan)
+    keys = split_keys(row_keys(sharding.automatic(rng), resolved.plan), resolved.plan)
     microbatches = sharding.adopt(microbatches, sharding.shardings(specs_of(microbatches, mesh), mesh))
     keys = sharding.adopt(keys, NamedSharding(mesh, rows_spec(mesh)))
     if not is_traced(params):
@@ -38,9 +38,14 @@ def placed(resolved: Resolved, params: PyTree, microbatches: PyTree, rng: Any) -
     return params, microbatches, keys
 
 
+def adopted(resolved: Resolved, numbers: PyTree) -> PyTree:
+    """Returns numbers, such as what divides each term, on the mesh of a call."""
+    return sharding.adopt(numbers, NamedSharding(resolved.mesh, PartitionSpec()))
+
+
 def _moved(leaf: Any, target: NamedSharding) -> jax.Array:
     """Returns a parameter that lives elsewhere, such as on one device, the host or another mesh, on the mesh."""
-    if not isinstance(leaf, jax.Array) or leaf.sharding.device_set != target.device_set:
+    if not isinstance(leaf, jax.Array) or sharding.is_elsewhere(leaf, target):
         return jax.device_put(leaf, target)
     on_another = isinstance(leaf.sharding, NamedSharding) and leaf.sharding.mesh.shape != target.mesh.shape
     return jax.device_put(leaf, target) if on_another else leaf

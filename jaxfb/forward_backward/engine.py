@@ -32,8 +32,9 @@ from jaxfb.forward_backward.resolved import Resolved, resolve
 from jaxfb.forward_backward.sequential import num_layers
 from jaxfb.mesh import axis_size, check_mesh, make_mesh
 from jaxfb.output import ForwardBackwardOutput
-from jaxfb.parallel import pipe
+from jaxfb.parallel import pipe, sharding
 from jaxfb.parallel.layer_order import LayerOrder
+from jaxfb.parallel.set_mesh import on_its_mesh
 from jaxfb.parts import HEADS
 from jaxfb.platforms.compiler import Options, options_for
 from jaxfb.refusal import Refused, boolean, shown
@@ -77,6 +78,7 @@ class ForwardBackward:
     mesh: Mesh
     options: EngineOptions
 
+    @on_its_mesh
     def __call__(
         self,
         model: LossFn | Pipelined,
@@ -122,6 +124,7 @@ class ForwardBackward:
             outputs, origin = packed.restore(out.outputs), replace(out.origin, rows=plan.real_rows)
             return replace(out, outputs=outputs, origin=origin)
         arrays = self._arrays(resolved, leaves, batch, rng, forward_only)
+        grad_scale, weights = calls.adopted(resolved, grad_scale), calls.adopted(resolved, weights)
         out = self._jitted(calls.run)(resolved, forward_only, *arrays, grad_scale, weights)
         scale = None if isinstance(grad_scale, float) and grad_scale == 1 else grad_scale
         origin = replace(out.origin, rows=plan.real_rows, grad_scale=scale, weights=weights)
@@ -133,7 +136,7 @@ class ForwardBackward:
     ) -> tuple:
         """Returns (params, microbatches, keys) as the program of a call reads them, checked."""
         model, plan = resolved.model, resolved.plan
-        microbatches = split(batch, plan, self.mesh).leaves
+        microbatches = split(sharding.automatic(batch), plan, self.mesh).leaves
         check_lengths(microbatches, 1 if resolved.schedule is None else resolved.schedule.num_pieces)
         if not forward_only:
             cuts_rows = resolved.placement is not None and HEADS[resolved.placement].cuts_rows
@@ -141,6 +144,7 @@ class ForwardBackward:
             check_parts(model, microbatches, plan.data_parallel * parts)
         return calls.placed(resolved, leaves, microbatches, rng)
 
+    @on_its_mesh
     def part(
         self,
         model: LossFn | Pipelined,
@@ -162,6 +166,7 @@ class ForwardBackward:
         arrays = self._arrays(resolved, leaves, batch, rng, forward_only)
         return self._jitted(calls.add)(resolved, forward_only, *arrays, grad_scale, weights, sums)
 
+    @on_its_mesh
     def reduced(self, model: LossFn | Pipelined, params: PyTree, plan: BatchPlan, sums: PyTree) -> PyTree:
         """Returns the gradients of an update from the sums of all its parts.
 
@@ -170,6 +175,7 @@ class ForwardBackward:
         _, resolved = self._resolve(model, params, plan, forward_only=False)
         return restrict_to(self.trained(params), self._jitted(calls.reduce)(resolved, sums))
 
+    @on_its_mesh
     def weights(
         self,
         model: LossFn | Pipelined,
@@ -197,7 +203,8 @@ class ForwardBackward:
         if plan.by_tokens:
             packed = Packed(batch, plan)
             return self.weights(model, params, packed.batch, packed.plan, packed.keys(rng))
-        arrays = calls.placed(resolved, leaves, split(batch, plan, self.mesh).leaves, rng)
+        microbatches = split(sharding.automatic(batch), plan, self.mesh).leaves
+        arrays = calls.placed(resolved, leaves, microbatches, rng)
         return self._jitted(calls.weigh)(resolved, *arrays)
 
     def _jitted(self, function: Callable) -> Callable:

@@ -107,4 +107,5 @@ def across(collective: Callable, tree: PyTree, axes: tuple[str, ...]) -> PyTree:
 def _travels_as(dtype: Any) -> Any:
     if jnp.issubdtype(dtype, jnp.bool_):
         return jnp.int8
-    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
+    is_short = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+    return jnp.float32 if is_short else dtype

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxfb.mesh import AUTOMATIC_AXES, EXPERT, SHARD_AXES, axis_size, shard_axes
@@ -110,12 +110,45 @@ def adopt(tree: PyTree, targets: PyTree) -> PyTree:
     """Moves to `targets` (a NamedSharding, or a tree of them) what the caller committed to other devices."""
 
     def move(leaf, target):
-        if isinstance(leaf, jax.Array) and leaf.committed and leaf.sharding.device_set != target.device_set:
-            return jax.device_put(leaf, target)
-        return leaf
+        elsewhere = isinstance(leaf, jax.Array) and leaf.committed and is_elsewhere(leaf, target)
+        return jax.device_put(leaf, target) if elsewhere else leaf
 
+    tree = automatic(tree)
     targets = jax.tree.map(lambda _: targets, tree) if isinstance(targets, NamedSharding) else targets
     return tree if is_traced(tree) else jax.tree.map(move, tree, targets)
+
+
+def is_elsewhere(leaf: jax.Array, target: NamedSharding) -> bool:
+    """Returns whether an array is on other devices than a target's mesh, or on them in another order."""
+    have = leaf.sharding
+    if have.device_set != target.device_set:
+        return True
+    return isinstance(have, NamedSharding) and [*have.mesh.devices.flat] != [*target.mesh.devices.flat]
+
+
+def automatic(tree: PyTree) -> PyTree:
+    """Returns arrays that are cut over the explicit axes of a mesh, as `jax.make_mesh` makes them, as automatic ones.
+
+    Raises:
+      ValueError: one is traced, so that its type cannot be changed.
+    """
+
+    def one(leaf):
+        mesh = getattr(jax.typeof(leaf).sharding, "mesh", None) if isinstance(leaf, jax.Array) else None
+        explicit = [] if mesh is None else mesh.explicit_axes
+        if not explicit:
+            return leaf
+        if is_traced(leaf):
+            raise Refused(
+                f"an array is cut over the explicit axes {', '.join(explicit)} of a mesh in a function that JAX "
+                "traces, where jaxfb cannot change them; make that mesh with jaxfb.make_mesh, whose axes are automatic"
+            )
+        types = (AxisType.Auto,) * len(mesh.axis_names)
+        return jax.device_put(
+            leaf, NamedSharding(Mesh(leaf.sharding.mesh.devices, mesh.axis_names, types), leaf.sharding.spec)
+        )
+
+    return jax.tree.map(one, tree)
 
 
 def manual_part(spec: P) -> P:

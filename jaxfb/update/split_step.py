@@ -17,6 +17,7 @@ from jaxfb.batch_plan import BatchPlan
 from jaxfb.forward_backward import Packed
 from jaxfb.forward_backward.arguments import checked_weights
 from jaxfb.output import ForwardBackwardOutput
+from jaxfb.parallel.set_mesh import on_its_mesh
 from jaxfb.platforms.compiler import Options, options_for
 from jaxfb.platforms.programs import per_options
 from jaxfb.refusal import INT32, instance, integer
@@ -50,6 +51,7 @@ class SplitStep(StepStates):
         """Returns the PRNG key of the next update, None without dropout."""
         return self._programs.key_of(state)
 
+    @on_its_mesh
     def gradients(
         self,
         state: TrainState,
@@ -92,6 +94,7 @@ class SplitStep(StepStates):
         outputs = out.outputs if packed is None else packed.restore(out.outputs)
         return replace(out, outputs=outputs, origin=replace(out.origin, rows=rows, weights=weights))
 
+    @on_its_mesh
     def weights(
         self,
         state: TrainState,
@@ -119,6 +122,7 @@ class SplitStep(StepStates):
         keys = None if key is None else _keys_of_rows(key, first_row, plan.rows)
         return model, plan, keys
 
+    @on_its_mesh
     def apply(
         self, state: TrainState, gradients: ForwardBackwardOutput, rows: int | None = None
     ) -> tuple[TrainState, StepMetrics]:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxfb.batch_plan import BatchPlan
@@ -19,6 +19,7 @@ from jaxfb.forward_backward.sequential import num_layers
 from jaxfb.parallel.annotations import tensor_specs, warn_if_whole
 from jaxfb.parallel.host_memory import on_host, put_back
 from jaxfb.parallel.layer_order import LayerOrder
+from jaxfb.parallel.set_mesh import on_its_mesh
 from jaxfb.parallel.sharding import abstract, cut_over_pipe, moment_specs, shardings
 from jaxfb.platforms.compat import is_traced
 from jaxfb.refusal import Refused, boolean, instance
@@ -57,11 +58,17 @@ class StepStates:
         self._change, self._layer_order, self._optimizer_memory = update, layer_order, optimizer_memory
         self._own_specs, self._looked = None, False
 
+    @property
+    def mesh(self) -> Mesh:
+        """Returns the mesh of the states."""
+        return self.forward_backward.mesh
+
     def _compile(self) -> None:
         """Forgets what was traced, and where states live."""
         self._shardings: dict = {}
         self._copied = jax.jit(self._create)
 
+    @on_its_mesh
     def init(
         self,
         params: PyTree | Callable[[jax.Array], PyTree],
@@ -114,6 +121,7 @@ class StepStates:
 
         return create
 
+    @on_its_mesh
     def place(self, state: TrainState) -> TrainState:
         """Returns the state moved to where this step keeps it; nothing happens to what is there already.
 

@@ -24,6 +24,7 @@ from jaxfb.optim import of_trained
 from jaxfb.optim.loss_scale import DynamicLossScale, StaticLossScale
 from jaxfb.output import ForwardBackwardOutput
 from jaxfb.parallel.host_memory import check_memory
+from jaxfb.parallel.set_mesh import on_its_mesh
 from jaxfb.platforms.programs import per_options
 from jaxfb.refusal import Refused, function
 from jaxfb.types import LossFn, Pipelined, PyTree
@@ -145,6 +146,7 @@ class TrainStep(SplitStep):
         out = self._programs.differentiate(state, batch, None, None, self.model, plan)  # forward_backward
         return self._programs.apply(state, out, rows, limits)  # unscale, finite?, clip, optax update
 
+    @on_its_mesh
     def __call__(
         self, state: TrainState, batch: PyTree, rows: int | None = None, limits: Limits | None = None
     ) -> tuple[TrainState, StepMetrics]:
@@ -164,6 +166,7 @@ class TrainStep(SplitStep):
         program = self._updated(self.compiler_options)
         return self._checked_first(program, state, batch, real_rows, plan, bounds)
 
+    @on_its_mesh
     def timed(
         self, state: TrainState, batch: PyTree, rows: int | None = None, limits: Limits | None = None
     ) -> tuple[TrainState, StepMetrics, dict[str, float]]:
