@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import tempfile
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -19,7 +20,7 @@ from pathlib import Path
 from jaxfb.checking.case import Case
 from jaxfb.checking.draw import NUM_DEVICES, draw
 from jaxfb.checking.outcome import ABORTED, HUNG, SAME, Outcome
-from jaxfb.refusal import Refused
+from jaxfb.refusal import Refused, shown
 from jaxfb.training.simulated import simulate_devices
 
 CASES_OF_ONE_PROCESS = 50  # compiled programs stay in memory
@@ -138,6 +139,13 @@ def _how_it_ended(running: _Running) -> str:
     return f"{how}: {' / '.join(line[:300] for line in causes[:3])}"
 
 
+def _raised(error: Exception, setup: Setup) -> str:
+    """Returns what a model of the caller's raised, and where, as a sentence."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    place = f"{last.filename}, line {last.lineno}, in {last.name}"
+    return f"[check] --model {setup.model} raised {type(error).__name__}: {shown(str(error), 300)} ({place})"
+
+
 def _serve(pipe: Connection, setup: Setup, errors: str) -> None:
     """Runs in the new process: draws and runs what it is asked for, until the pipe closes."""
     with open(errors, "a") as file:
@@ -150,8 +158,8 @@ def _serve(pipe: Connection, setup: Setup, errors: str) -> None:
     try:
         own = None if setup.model is None else problem.load(setup.model)
         around = None if own is None else problem.facts(own, setup.axes)
-    except ValueError as refusal:
-        pipe.send(str(refusal))
+    except Exception as error:
+        pipe.send(str(error) if isinstance(error, ValueError) else _raised(error, setup))
         return
     pipe.send(None)
     while True:

@@ -21,6 +21,7 @@ from jaxfb.batch_plan import BatchPlan
 from jaxfb.mesh import axis_size, data_parallel
 from jaxfb.parallel.annotations import check_kinds
 from jaxfb.refusal import INT64, Refused, function, integer, shown
+from jaxfb.trainable import Patterns, pruned
 from jaxfb.types import Pipelined, PyTree
 
 _LOSS_FN = "(params, microbatch, rng)"
@@ -80,10 +81,12 @@ def check_plan(plan: Any, mesh: Mesh, forward_only: bool) -> None:
         )
 
 
-def check_params(params: PyTree, forward_only: bool, concrete: bool = False) -> None:
-    """Raises ValueError for a leaf that is no array or, where there is a backward, no float array.
+def check_params(
+    params: PyTree, forward_only: bool, concrete: bool = False, trainable: Patterns | None = None
+) -> None:
+    """Raises ValueError for a leaf that is no array or, where there is a backward and it is trained, no float array.
 
-    concrete: shapes without numbers are refused too.
+    concrete: shapes without numbers are refused too. trainable: as `EngineOptions.trainable`.
     """
     leaves = leaves_of("params", params)
     if not forward_only:
@@ -100,10 +103,16 @@ def check_params(params: PyTree, forward_only: bool, concrete: bool = False) -> 
             raise Refused(
                 f"every parameter must be an array, {name} is a mere shape, {shown(leaf)}; initialize it first"
             )
-        if not forward_only and not jnp.issubdtype(leaf.dtype, jnp.floating):
+    if not forward_only:
+        _check_trained(pruned(trainable, params))
+
+
+def _check_trained(params: PyTree) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise Refused(
-                f"every parameter must be a float array to have a gradient, {name} is {leaf.dtype}; pass it in the "
-                "batch or close over it"
+                f"every parameter must be a float array to have a gradient, params{jax.tree_util.keystr(path)} is "
+                f"{leaf.dtype}; freeze it (trainable=[...] names those that are trained), or pass it in the batch"
             )
 
 

@@ -97,7 +97,7 @@ class ForwardBackward:
 
         Args:
           model: `loss_fn(params, microbatch, rng) -> LossOutput | Sum`, or a `Pipelined`.
-          params: any pytree of float arrays.
+          params: any pytree of float arrays; those that `trainable` freezes may have any dtype.
           batch: pytree of [rows, ...] arrays in global row order, or `Microbatches`. With a token budget a dict
             with `segments`, arranged on the host, so then the call is not part of the caller's own `jax.jit`.
           plan: of purpose "train" or "critic" (any purpose if forward_only).
@@ -221,7 +221,7 @@ class ForwardBackward:
     ) -> tuple[PyTree, Resolved]:
         """Returns params, those of a `Pipelined` as a plain dict, and what is decided about a call with them."""
         self.check_plan(model, plan, forward_only)
-        check_params(params, forward_only, concrete)
+        check_params(params, forward_only, concrete, self.options.trainable)
         if isinstance(model, Pipelined):
             num_layers(params)  # refuses what is no dict with layers
         leaves = dict(params) if isinstance(model, Pipelined) else params

@@ -184,6 +184,12 @@ def check_leaves(batch: PyTree) -> None:
             raise Refused(
                 f"every leaf of a batch must be an array, batch{jax.tree_util.keystr(path)} is {shown(leaf)}"
             )
+        if isinstance(leaf, np.ma.MaskedArray) or (isinstance(leaf, np.ndarray) and not leaf.dtype.isnative):
+            raise Refused(
+                f"every leaf of a batch must be a plain array, batch{jax.tree_util.keystr(path)} is a "
+                f"{type(leaf).__name__} of {leaf.dtype.str}; convert it with np.asarray(leaf, {leaf.dtype.name!r}), "
+                "and give a mask as a leaf beside it"
+            )
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "biufcV":
             raise Refused(
                 f"every leaf of a batch must be numbers, batch{jax.tree_util.keystr(path)} has dtype {leaf.dtype}; "

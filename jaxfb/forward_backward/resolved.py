@@ -263,11 +263,12 @@ def _pipe_dims(options: EngineOptions, model: Pipelined, params: PyTree, placeme
 
 
 def _compute_dtypes(options: EngineOptions, model: LossFn | Pipelined, params: PyTree) -> PyTree:
-    """Returns what each leaf is cast to. What is counted stays as it is."""
+    """Returns what each leaf is cast to. What is counted stays as it is, and so do integers, which are frozen."""
     counted = counted_of(model)
     stays = jax.tree.map(lambda _: False, params) if counted is None else counted.leaves(params)
-    return jax.tree.map(
-        lambda leaf, stay: jnp.dtype(leaf.dtype if stay else options.compute_dtype or leaf.dtype),
-        params,
-        stays,
-    )
+
+    def one(leaf, stay):
+        is_cast = options.compute_dtype and not stay and jnp.issubdtype(leaf.dtype, jnp.floating)
+        return jnp.dtype(options.compute_dtype if is_cast else leaf.dtype)
+
+    return jax.tree.map(one, params, stays)

@@ -123,7 +123,11 @@ def is_elsewhere(leaf: jax.Array, target: NamedSharding) -> bool:
     have = leaf.sharding
     if have.device_set != target.device_set:
         return True
-    return isinstance(have, NamedSharding) and [*have.mesh.devices.flat] != [*target.mesh.devices.flat]
+    return isinstance(have, NamedSharding) and _order(have) != _order(target)
+
+
+def _order(sharding: NamedSharding) -> list[int]:
+    return sharding.mesh.device_ids.ravel().tolist()
 
 
 def automatic(tree: PyTree) -> PyTree:
@@ -134,8 +138,8 @@ def automatic(tree: PyTree) -> PyTree:
     """
 
     def one(leaf):
-        mesh = getattr(jax.typeof(leaf).sharding, "mesh", None) if isinstance(leaf, jax.Array) else None
-        explicit = [] if mesh is None else mesh.explicit_axes
+        found = jax.typeof(leaf).sharding if isinstance(leaf, jax.Array) else None
+        explicit = found.mesh.explicit_axes if isinstance(found, NamedSharding) else ()
         if not explicit:
             return leaf
         if is_traced(leaf):
@@ -143,9 +147,11 @@ def automatic(tree: PyTree) -> PyTree:
                 f"an array is cut over the explicit axes {', '.join(explicit)} of a mesh in a function that JAX "
                 "traces, where jaxfb cannot change them; make that mesh with jaxfb.make_mesh, whose axes are automatic"
             )
-        types = (AxisType.Auto,) * len(mesh.axis_names)
+        have = leaf.sharding
+        assert isinstance(have, NamedSharding)
+        types = (AxisType.Auto,) * len(have.mesh.axis_names)
         return jax.device_put(
-            leaf, NamedSharding(Mesh(leaf.sharding.mesh.devices, mesh.axis_names, types), leaf.sharding.spec)
+            leaf, NamedSharding(Mesh(have.mesh.devices, have.mesh.axis_names, types), have.spec)
         )
 
     return jax.tree.map(one, tree)

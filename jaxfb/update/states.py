@@ -115,11 +115,13 @@ class StepStates:
 
     def _creator(self, params: Callable[[jax.Array], PyTree]) -> Callable[[jax.Array], TrainState]:
         def create(key):
-            return TrainState.create(
-                params(jax.random.fold_in(key, 0)), self._change.optimizer, key, self._change.loss_scale
-            )
+            return self._new_state(params(jax.random.fold_in(key, 0)), key)
 
         return create
+
+    def _new_state(self, params: PyTree, key: jax.Array) -> TrainState:
+        options = (self._change.loss_scale, self.forward_backward.options.trainable)
+        return TrainState.create(params, self._change.optimizer, key, *options)
 
     @on_its_mesh
     def place(self, state: TrainState) -> TrainState:
@@ -217,7 +219,7 @@ class StepStates:
     def _look_at(self, params: PyTree, concrete: bool = True) -> None:
         """Checks parameters and takes over how they are cut over "tensor", which they do not tell while traced."""
         fb = self.forward_backward
-        check_params(params, forward_only=False, concrete=concrete)
+        check_params(params, False, concrete, fb.options.trainable)
         pipelined = isinstance(self.model, Pipelined)
         asked = fb.options.param_specs if self._own_specs is None else None
         if not asked and not (pipelined and self.model.param_specs):
@@ -236,9 +238,7 @@ class StepStates:
         """Makes a fresh state of copies: it will be donated, and where `device_put` moved nothing the arrays are the
         caller's.
         """
-        state = TrainState.create(
-            jax.tree.map(jnp.copy, params), self._change.optimizer, key, self._change.loss_scale
-        )
+        state = self._new_state(jax.tree.map(jnp.copy, params), key)
         return put_back(state, self.state_shardings(state))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ import optax
 from jaxfb import gradients
 from jaxfb.forward_backward.arguments import check_params
 from jaxfb.optim.loss_scale import LossScaleState
+from jaxfb.trainable import checked_patterns
 from jaxfb.types import PyTree
 from jaxfb.update.arguments import check_loss_scale, check_optimizer, one_key
 
@@ -57,19 +59,22 @@ class TrainState:
         optimizer: optax.GradientTransformation,
         rng: int | jax.Array = 0,
         loss_scale=None,
+        trainable: Sequence[str] | None = None,
     ) -> TrainState:
         """Returns a fresh state around these very arrays, on no mesh yet (`TrainStep.init` copies and places them).
 
         Args:
           rng: a seed or a key.
           loss_scale: a DynamicLossScale, StaticLossScale or None.
+          trainable: patterns of the parameters that are trained, as for `get_forward_backward_func`; the others may be
+            of any dtype.
 
         Raises:
           ValueError: an argument is of another kind.
         """
         check_optimizer(optimizer)
         check_loss_scale(loss_scale)
-        check_params(params, forward_only=False, concrete=True)
+        check_params(params, forward_only=False, concrete=True, trainable=checked_patterns(trainable))
         key = one_key(rng)
         zero = lambda: jnp.zeros([], jnp.int32)  # noqa: E731
         scale = loss_scale and loss_scale.init()

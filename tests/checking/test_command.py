@@ -34,6 +34,17 @@ def test_a_finding_is_code_1_and_comes_with_a_program(capfd, monkeypatch, tmp_pa
     assert subprocess.run([sys.executable, program], capture_output=True).returncode == -6
 
 
+@pytest.mark.slow
+def test_what_a_function_raises_is_a_sentence(capfd, monkeypatch):
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    )
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    assert main(["check", "--random", "1", "--model", "users:raises"]) == 2
+    err = capfd.readouterr().err
+    assert "--model users:raises raised RuntimeError: 'boom'" in err and "users.py, line" in err
+
+
 def _drawn(index):
     from jaxfb.checking.draw import Own, draw
 

@@ -36,6 +36,11 @@ def dies():
     return _simple(lambda params, microbatch, rng: os.abort())
 
 
+def raises():
+    """A function with a mistake of its own."""
+    raise RuntimeError("boom")
+
+
 def hangs():
     """A loss function that never returns."""
     return _simple(lambda params, microbatch, rng: time.sleep(1000))

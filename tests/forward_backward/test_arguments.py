@@ -70,6 +70,11 @@ REFUSED = {
         dict(batch={"x": X, "name": np.array(["a"] * 8)}),
         r"batch\['name'\] has dtype <U1",
     ),
+    "another order of bytes": (
+        dict(batch={"x": X.astype(">f4")}),
+        r"batch\['x'\] is a ndarray of >f4; convert it with np.asarray\(leaf, 'float32'\)",
+    ),
+    "a masked array": (dict(batch={"x": np.ma.masked_array(X)}), r"batch\['x'\] is a MaskedArray"),
     "a generator": (dict(batch=(part for part in [BATCH])), "one tree of arrays .*got a generator"),
     "no plan": (dict(plan=None), "plan must be a jaxfb.BatchPlan, got None"),
     "rng of text": (dict(rng="seed"), "rng must be None, an int, a key.*got 'seed'"),

@@ -94,6 +94,65 @@ def test_a_plain_loss_function_has_frozen_parameters_too(mesh):
     close(grads, trainable.pruned(BIASES, wanted))
 
 
+CODES = np.random.default_rng(5).integers(-100, 100, (4, 4, 4)).astype(np.int8)
+ADAPTED = {
+    "layers": {"codes": CODES, "added": np.random.default_rng(6).normal(size=(4, 4, 4))},
+    "first": np.random.default_rng(7).normal(size=(6, 4)),
+}
+WITH_CODES = {"x": np.random.default_rng(8).normal(size=(ROWS, 6)), "y": np.ones((ROWS, 4))}
+
+
+def layer_of_codes(layer, hidden, microbatch, keys):
+    """A matrix in integers with a matrix added to it."""
+    assert layer["codes"].dtype == jnp.int8
+    return hidden + jnp.tanh(hidden @ (0.01 * layer["codes"].astype(hidden.dtype) + layer["added"]))
+
+
+QUANTIZED = jaxfb.Pipelined(
+    lambda outer, microbatch, keys: microbatch["x"] @ outer["first"],
+    layer_of_codes,
+    lambda outer, hidden, microbatch, keys: jaxfb.Sum(
+        jnp.square(hidden - microbatch["y"]).sum(), hidden.shape[0]
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ({"data": 2, "fsdp": 2}, {}),
+        ({"fsdp": 2}, {"gather_ahead": True, "remat": "full"}),
+        ({"pipe": 2, "data": 2}, {"optimizer_sharding": "data"}),
+    ],
+    ids=str,
+)
+def test_frozen_parameters_may_be_integers(mesh, options):
+    def whole(added):
+        hidden = WITH_CODES["x"] @ ADAPTED["first"]
+        for codes, own in zip(CODES, added, strict=True):
+            hidden = layer_of_codes({"codes": codes, "added": own}, hidden, None, None)
+        return jnp.square(hidden - WITH_CODES["y"]).sum() / ROWS
+
+    names, cut = ["layers.added"], plan(mesh, 2)
+    options = {**options, "trainable": names}
+    fb = jaxfb.get_forward_backward_func(jaxfb.make_mesh(**mesh), **options)
+    got = fb(QUANTIZED, ADAPTED, WITH_CODES, cut).grads["layers"]["added"]
+    np.testing.assert_allclose(got, jax.grad(whole)(ADAPTED["layers"]["added"]), rtol=1e-10)
+    step = jaxfb.make_train_step(
+        QUANTIZED, optax.adamw(1e-2), jaxfb.make_mesh(**mesh), cut, dropout=False, **options
+    )
+    state, _ = step(step.init(ADAPTED), WITH_CODES)
+    np.testing.assert_array_equal(state.params["layers"]["codes"], CODES)
+    assert state.params["layers"]["codes"].dtype == jnp.int8
+    with pytest.raises(ValueError, match=r"\['codes'\] is int8; freeze it"):
+        jaxfb.get_forward_backward_func()(QUANTIZED, ADAPTED, WITH_CODES, plan({}, 2))
+
+
+def test_integers_stay_what_they_are_under_a_compute_dtype():
+    fb = jaxfb.get_forward_backward_func(trainable=["layers.added"], compute_dtype="bfloat16")
+    assert np.isfinite(fb(QUANTIZED, ADAPTED, WITH_CODES, plan({}, 2)).loss)
+
+
 def products(mesh, names, **options):
     """Counts the matrix products of one call's program; those in a loop once."""
     fb = jaxfb.get_forward_backward_func(jaxfb.make_mesh(**mesh), trainable=names, **options)
