@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -151,7 +152,7 @@ def automatic(tree: PyTree) -> PyTree:
         assert isinstance(have, NamedSharding)
         types = (AxisType.Auto,) * len(have.mesh.axis_names)
         return jax.device_put(
-            leaf, NamedSharding(Mesh(have.mesh.devices, have.mesh.axis_names, types), have.spec)
+            leaf, NamedSharding(Mesh(np.asarray(have.mesh.devices), have.mesh.axis_names, types), have.spec)
         )
 
     return jax.tree.map(one, tree)
