@@ -178,6 +178,13 @@ def instance(
     refuse(name, value, what, who=who)
 
 
+def text(name: str, value: Any, *, who: str = "") -> str:
+    """Returns `value` if it is a text that can be written in UTF-8, which a half of a surrogate pair cannot."""
+    if isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value):
+        return value
+    refuse(name, value, "text in UTF-8" if isinstance(value, str) else "a text", who=who)
+
+
 def is_several(value: Any) -> bool:
     """Returns whether a value is things to go through, and no text or array."""
     return isinstance(value, Iterable) and not (isinstance(value, str | bytes) or hasattr(value, "dtype"))

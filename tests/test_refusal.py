@@ -27,6 +27,12 @@ from jaxfb.refusal import Refused, shown
             [math.nan, -math.inf, True, "1", None, 10**400],
             "a finite number",
         ),
+        (
+            refusal.text,
+            ["", "é\u2028"],
+            ["\ud800", "a\udfff", b"a", None, 3],
+            "x must be (text in UTF-8|a text), got",
+        ),
         (refusal.boolean, [True, False], [0, 1, "true", None, np.True_], "x must be True or False"),
     ],
 )

@@ -15,7 +15,7 @@ import numpy as np
 from jaxfb.data.chat import Chat
 from jaxfb.data.samples import sample_file
 from jaxfb.data.sources import BOM, HELD_OUT, TRAIN, decoded, hash_of, split_documents
-from jaxfb.refusal import Refused
+from jaxfb.refusal import Refused, text
 
 ROLES = ("system", "user", "assistant", "tool")
 Message = dict[str, str]
@@ -80,8 +80,8 @@ def _records(path: str | Path) -> Iterator[tuple[str, dict]]:
         sample = sample_file(file.name)
         hint = f"use {sample}, which is installed" if sample else "give a .jsonl file"
         raise Refused(f"[data] there is no file {file}; {hint}")
-    text = decoded(file.read_bytes(), file).removeprefix(BOM)
-    lines = [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
+    content = decoded(file.read_bytes(), file).removeprefix(BOM)
+    lines = [(n, line) for n, line in enumerate(content.split("\n"), 1) if line.strip()]
     if not lines:
         raise Refused(f"[data] {file} is empty; it needs one JSON object a line")
     for number, line in lines:
@@ -103,6 +103,7 @@ def _messages(value: Any, where: str) -> tuple[Message, ...]:
             raise Refused(f'{where}: a message must be {{"role", "content"}} with a text, got {message!r}')
         if message.get("role") not in ROLES:
             raise Refused(f"{where}: role {message.get('role')!r} must be one of {', '.join(ROLES)}")
+        text("content", message["content"], who=f"{where}:")
     return tuple({"role": message["role"], "content": message["content"]} for message in value)
 
 
@@ -113,4 +114,5 @@ def _pair(record: dict, where: str) -> Pair:
     for name in ("chosen", "rejected"):
         if not isinstance(record.get(name), str):
             raise Refused(f'{where} needs "{name}", a text; got {record.get(name)!r}')
+        text(name, record[name], who=f"{where}:")
     return Pair(_messages(prompt, where), record["chosen"], record["rejected"])

@@ -100,12 +100,22 @@ def test_both_answers_follow_the_same_prompt():
             "role 'bot' must be one of system, user, assistant",
         ),
         ('{"messages": [{"role": "user", "content": 3}]}', "with a text"),
+        (
+            '{"messages": [{"role": "user", "content": "\\ud800"}]}',
+            r"line 1: content must be text in UTF-8, got '\\ud800'",
+        ),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, line, message):
     (tmp_path / "bad.jsonl").write_text(line + "\n")
     with pytest.raises(ValueError, match=message):
         read_conversations(tmp_path / "bad.jsonl")
+
+
+def test_a_preference_that_no_tokenizer_takes_is_refused(tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "\\udc00"}\n')
+    with pytest.raises(ValueError, match=r"line 1: rejected must be text in UTF-8, got '\\udc00'"):
+        read_preferences(tmp_path / "bad.jsonl")
 
 
 def updates(work, number=2):
