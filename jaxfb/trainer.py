@@ -24,8 +24,9 @@ from jaxfb.checkpoint.store import CannotWrite
 from jaxfb.config import Config, CustomConfig, config_from_dict, load_config, refuse_own_model
 from jaxfb.config.operation import HostsConfig
 from jaxfb.data import load_tokenizer, prepare
-from jaxfb.inference.complete import Sampling, check_prompt, complete, is_answered, sampling_of
+from jaxfb.inference.complete import Sampling, complete, is_answered, sampling_of
 from jaxfb.inference.model import open_model
+from jaxfb.inference.prompts import check_prompt
 from jaxfb.refusal import Refused, boolean, function, instance, integer, number, refuse
 from jaxfb.training import loop, report
 from jaxfb.training.agreement import what_is_made, what_runs

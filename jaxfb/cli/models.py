@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from jaxfb.cli.given import hosts_given, model_of, run_dir_of
 from jaxfb.cli.options import FILTERS
 from jaxfb.process.exit_codes import DONE, LOST
-from jaxfb.refusal import Refused
+from jaxfb.refusal import Refused, integer
 
 
 def evaluate(options) -> int:
@@ -55,6 +55,7 @@ def generate(options) -> None:
 
         command.generate(options)
         return
+    integer("batch", options.batch, who="[generate]")
     path = model_of(options.run_dir)
     given = {name: getattr(options, name) for name in ("tokens", "temperature", *FILTERS, "seed")}
     given = {name: value for name, value in given.items() if value is not None}

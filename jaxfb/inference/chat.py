@@ -7,8 +7,9 @@ from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
 
-from jaxfb.inference.complete import Message, Sampling, answers
+from jaxfb.inference.complete import Sampling, answers
 from jaxfb.inference.model import Model
+from jaxfb.inference.prompts import Message
 from jaxfb.refusal import Refused
 
 HELP = "/reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer"

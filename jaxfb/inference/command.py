@@ -5,17 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
 from jaxfb.config.operation import HostsConfig
 from jaxfb.display import print_table
 from jaxfb.inference import complete, tasks
+from jaxfb.inference import prompts as files
 from jaxfb.inference.chat import chat as converse
 from jaxfb.inference.chat import with_line_editing
 from jaxfb.inference.model import open_model
 from jaxfb.inference.scores import Scorer, perplexity
-from jaxfb.refusal import Refused
 from jaxfb.training.compile_cache import use_compile_cache
 from jaxfb.training.hosts import Hosts
 
@@ -42,9 +41,9 @@ def generate(options: Namespace) -> None:
     """Prints continuations of a prompt, or of each prompt of a file; with --out, writes them."""
     given: dict[str, Any] = {name: getattr(options, name) for name in (*SAMPLING, "samples")}
     complete.Sampling(**{name: value for name, value in given.items() if value is not None})
-    prompts = [options.prompt] if options.prompts is None else complete.read_prompts(options.prompts)
+    prompts = [options.prompt] if options.prompts is None else files.read_prompts(options.prompts)
     if options.out is not None:
-        complete.check_target(options.out)
+        files.check_target(options.out)
     with _hosts(options) as hosts:
         _agree(hosts, options, prompts)
         use_compile_cache()
@@ -54,7 +53,7 @@ def generate(options: Namespace) -> None:
         if not hosts.is_first:
             return
     if options.out is not None:
-        complete.write_answers(options.out, prompts, found)
+        files.write_answers(options.out, prompts, found)
         print(f"wrote {options.out}")
         return
     between = "\n" if complete.is_answered(model, options.raw) else ""
@@ -64,29 +63,18 @@ def generate(options: Namespace) -> None:
             print(f"{shown}{between}{text}" + "\n" * (sum(map(len, found)) > 1))
 
 
-def _read_text(path: str | Path) -> str:
-    """Returns the text of a file; refuses one that is not there or not UTF-8."""
-    file = Path(path)
-    if not file.is_file():
-        raise Refused(f"[eval] there is no file {file}")
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise Refused(f"[eval] {file} is not UTF-8: {error.reason} at offset {error.start}") from None
-
-
 def evaluate(options: Namespace) -> None:
     """Prints the perplexity of a text and the scores of tasks."""
-    text = None if options.text is None else _read_text(options.text)
-    files = {path: tasks.read_task(path) for path in options.task or ()}
+    text = None if options.text is None else files.read_text(options.text, "[eval]")
+    items = {path: tasks.read_task(path) for path in options.task or ()}
     with _hosts(options) as hosts:
-        _agree(hosts, options, (text, files))
+        _agree(hosts, options, (text, items))
         use_compile_cache()
         model = open_model(options.run_dir, options.overrides, on_mesh=True)
         scorer = Scorer(model, options.length, options.rows)
         found = {} if text is None else {options.text: perplexity(scorer, text)}
-        for path, items in files.items():
-            found[path] = tasks.evaluate(scorer, items)
+        for path, questions in items.items():
+            found[path] = tasks.evaluate(scorer, questions)
         if not hosts.is_first:
             return
     if options.json:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxfb.data.conversations import ROLES
 from jaxfb.inference.model import Model
+from jaxfb.inference.prompts import Message, Prompt, check_prompt
 from jaxfb.models.generate import generate, stream
-from jaxfb.refusal import Refused, integer, number, refuse
+from jaxfb.refusal import Refused, integer, is_several, number, refuse
 from jaxfb.training.machine import check_continuation
 
-Message = dict[str, str]
-Prompt = str | Sequence[Message]
 WIDTH = 64  # prompts are padded to a multiple of it, so that few programs are compiled
 
 
@@ -86,8 +82,12 @@ def complete(
       ValueError: a prompt is empty or longer than memory allows, or a setting is out of range.
     """
     integer("batch", batch, who="[generate]")
+    prompts, stops = _several("prompts", prompts), _several("stops", stops)
     check_continuation(model.sizes, how.tokens)
-    encoded = [ids_of(model, prompt, raw) for prompt in prompts]
+    encoded = [
+        ids_of(model, prompt, raw, f"prompt {number} of {len(prompts)}" if len(prompts) > 1 else "prompt")
+        for number, prompt in enumerate(prompts, 1)
+    ]
     rows = [(k, ids) for k, ids in enumerate(encoded) for _ in range(how.samples)]
     found: list[list[str]] = [[] for _ in prompts]
     ends = (replace(model, chat=None) if raw else model).stop_tokens
@@ -97,6 +97,13 @@ def complete(
         for (k, _), row in zip(part, drawn, strict=True):
             found[k].append(until(text_of(model, row, ends), stops))
     return found
+
+
+def _several(name: str, values: Any) -> list:
+    """Returns texts or prompts as a list; refuses one text, which would be taken letter by letter."""
+    if not is_several(values):
+        refuse(name, values, "a list", who="[generate]")
+    return list(values)
 
 
 def _drawn(model: Model, prompts: list, how: Sampling, ends: tuple[int, ...], first: int) -> np.ndarray:
@@ -142,9 +149,18 @@ def answers(model: Model, messages: Sequence[Message], how: Sampling) -> Iterato
             shown = whole
 
 
-def ids_of(model: Model, prompt: Prompt, raw: bool) -> np.ndarray:
-    """Returns the token ids of a prompt, which then waits for what is to follow."""
-    check_prompt(prompt)
+def ids_of(model: Model, prompt: Prompt, raw: bool, name: str = "prompt") -> np.ndarray:
+    """Returns the token ids of a prompt, which then waits for what is to follow. name: of the prompt, in refusals."""
+    check_prompt(prompt, name)
+    ids = _encoded(model, prompt, raw)
+    if len(ids) == 0:
+        begins = model.chat is not None and not raw and model.tokenizer.start_id is not None
+        advice = "give it a text" + ", or let it begin a document (--raw, or raw=True)" * begins
+        raise Refused(f"[generate] {name} is empty, and a continuation needs a first token; {advice}")
+    return ids
+
+
+def _encoded(model: Model, prompt: Prompt, raw: bool) -> np.ndarray:
     if not isinstance(prompt, str) or (model.chat is not None and not raw):
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         if model.chat is None:
@@ -153,17 +169,7 @@ def ids_of(model: Model, prompt: Prompt, raw: bool) -> np.ndarray:
             )
         return model.chat.prompts([messages])[0]
     start = [model.tokenizer.start_id] if not prompt and model.tokenizer.start_id is not None else []
-    ids = np.array([*start, *model.tokenizer.encode([prompt])[0]], np.int32)
-    if len(ids) == 0:
-        raise Refused("[generate] the prompt is empty and this tokenizer has no start token; give a prompt")
-    return ids
-
-
-def check_prompt(prompt: Prompt) -> None:
-    """Refuses what is no text, or cannot be written in UTF-8."""
-    for text in [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]:
-        if any("\ud800" <= character <= "\udfff" for character in text):
-            refuse("prompt", text, "text in UTF-8", who="[generate]")
+    return np.array([*start, *model.tokenizer.encode([prompt])[0]], np.int32)
 
 
 def text_of(model: Model, row: np.ndarray, ends: Sequence[int]) -> str:
@@ -175,67 +181,3 @@ def text_of(model: Model, row: np.ndarray, ends: Sequence[int]) -> str:
 def until(text: str, stops: Sequence[str]) -> str:
     """Returns the text before the first of some texts."""
     return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
-
-
-def read_prompts(path: str | Path) -> list[Prompt]:
-    """Reads prompts: of a .jsonl file {"prompt": text} or {"messages": [...]} a line, of any other file its lines.
-
-    Raises:
-      ValueError: the file is missing, empty or not UTF-8, or a line is not that; it names the line.
-    """
-    file = Path(path)
-    if not file.is_file():
-        raise Refused(f"[generate] there is no file {file}")
-    try:
-        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except UnicodeDecodeError as error:
-        raise Refused(f"[generate] {file} is not UTF-8: {error.reason} at offset {error.start}") from None
-    if not lines:
-        raise Refused(f"[generate] {file} has no prompts")
-    if file.suffix != ".jsonl":
-        return list(lines)
-    return [_prompt(line, f"line {number} of {file}") for number, line in enumerate(lines, 1)]
-
-
-def record_of(line: str, where: str) -> dict[str, Any]:
-    """Returns the JSON object of a line, {} where it is none; refuses what is not JSON."""
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise Refused(f"{where} is not JSON: {error}") from None
-    return record if isinstance(record, dict) else {}
-
-
-def _prompt(line: str, where: str) -> Prompt:
-    record = record_of(line, f"[generate] {where}")
-    prompt, messages = record.get("prompt"), record.get("messages")
-    if isinstance(prompt, str):
-        return prompt
-    if isinstance(messages, list) and messages and all(map(_is_message, messages)):
-        return messages
-    raise Refused(
-        f'[generate] {where} must be {{"prompt": text}} or {{"messages": [{{"role", "content"}}, ...]}}'
-    )
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and value.get("role") in ROLES and isinstance(value.get("content"), str)
-
-
-def check_target(path: str | Path) -> None:
-    """Refuses a file for answers that cannot be there, before any answer is computed."""
-    file = Path(path)
-    if file.is_dir():
-        raise Refused(
-            f"[generate] --out {file} is a directory; give a file in it, such as {file / 'answers.jsonl'}"
-        )
-    if not file.parent.is_dir():
-        raise Refused(f"[generate] --out {file} is in {file.parent}, which is no directory; make it first")
-
-
-def write_answers(path: str | Path, prompts: Sequence[Prompt], found: Sequence[list[str]]) -> None:
-    """Writes one JSON object a line: the prompt or the messages, and the answers."""
-    with Path(path).open("w", encoding="utf-8") as file:
-        for prompt, texts in zip(prompts, found, strict=True):
-            name = "prompt" if isinstance(prompt, str) else "messages"
-            file.write(json.dumps({name: prompt, "answers": texts}, ensure_ascii=False) + "\n")

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxfb.data.tokenizer import Tokenizer
-from jaxfb.inference.complete import Sampling, complete, record_of
+from jaxfb.inference.complete import Sampling, complete
 from jaxfb.inference.model import Model
+from jaxfb.inference.prompts import lines_of, read_text, record_of
 from jaxfb.inference.scores import Score, Scorer
-from jaxfb.refusal import Refused
+from jaxfb.refusal import Refused, text
 
 DELIMITER = " "  # between a prompt and a choice, as in lm-evaluation-harness
 
@@ -43,13 +44,11 @@ def read_task(path: str | Path) -> list[Choice] | list[Question]:
     """Reads a file of questions, which are all of one kind.
 
     Raises:
-      ValueError: the file is missing or empty, or a line is neither or of the other kind; it names the line.
+      ValueError: the file is missing, empty or not UTF-8, or a line is neither or of the other kind; it names the line.
     """
     file = Path(path)
-    if not file.is_file():
-        raise Refused(f"[eval] there is no task {file}")
-    lines = enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
-    items = [_item(line, f"line {number} of {file}") for number, line in lines if line.strip()]
+    lines = lines_of(read_text(file, "[eval]"))
+    items = [_item(line, f"[eval] line {number} of {file}") for number, line in lines]
     if not items:
         raise Refused(f"[eval] {file} has no questions")
     choices = [item for item in items if isinstance(item, Choice)]
@@ -131,18 +130,36 @@ def _mean(name: str, right: np.ndarray) -> dict[str, float]:
 
 
 def _item(line: str, where: str) -> Choice | Question:
-    record = record_of(line, f"[eval] {where}")
+    record = record_of(line, where)
     prompt, choices, found = (record.get(name) for name in ("prompt", "choices", "answer"))
-    answers = _texts([found] if isinstance(found, str) else found)
+    answers, named = _texts([found] if isinstance(found, str) else found), _texts(choices)
     if isinstance(prompt, str) and choices is None and answers:
+        _check_texts(where, prompt=[prompt], answer=answers)
+        _check_answers(where, answers)
         return Question(prompt, answers)
-    named = _texts(choices)
-    if isinstance(prompt, str) and named and isinstance(found, int) and 0 <= found < len(named):
+    if isinstance(prompt, str) and named and type(found) is int and 0 <= found < len(named):  # not a bool
+        _check_texts(where, prompt=[prompt], choices=named)
         return Choice(prompt, named, found)
     raise Refused(
-        f'[eval] {where} must be {{"prompt": text, "choices": [texts], "answer": index}} or {{"prompt": text, '
+        f'{where} must be {{"prompt": text, "choices": [texts], "answer": index}} or {{"prompt": text, '
         '"answer": text or [texts]}'
     )
+
+
+def _check_texts(where: str, **named: Sequence[str]) -> None:
+    for name, texts in named.items():
+        for one in texts:
+            text(name, one, who=f"{where}:")
+
+
+def _check_answers(where: str, answers: Sequence[str]) -> None:
+    """Refuses an answer of which nothing is left to compare: a continuation without any words would be right."""
+    for one in answers:
+        if not normalized(one):
+            raise Refused(
+                f"{where}: nothing is left of answer {one!r} without articles and punctuation; give another answer, or "
+                "make it a question with choices"
+            )
 
 
 def _texts(values: Any) -> tuple[str, ...]:

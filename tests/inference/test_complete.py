@@ -1,7 +1,9 @@
 """`jaxfb generate` and `jaxfb chat` on a directory of Hugging Face files: batches, samples, pieces, a conversation."""
 
+import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import chex
 import jax
@@ -11,9 +13,11 @@ from tiny_directory import make
 
 from jaxfb.cli.commands import main
 from jaxfb.config.sections import MeshConfig
+from jaxfb.data.chat import make_chat
 from jaxfb.inference.chat import chat
-from jaxfb.inference.complete import Sampling, answers, complete, read_prompts, until
+from jaxfb.inference.complete import Sampling, answers, complete, until
 from jaxfb.inference.model import cut, open_model, sampling_mesh
+from jaxfb.inference.prompts import read_prompts, write_answers
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.generate import generate
 from jaxfb.models.transformer import init_params
@@ -164,6 +168,8 @@ def test_pieces_of_an_answer_are_the_answer(model):
         ("", "has no prompts"),
         ("{", "line 1 of .* is not JSON"),
         ('{"messages": []}', 'must be {"prompt": text}'),
+        ('\n\n{"prompt": "a"}\n{"prmpt": "b"}', 'line 4 of .* must be {"prompt": text}'),
+        ('\n{"prompt": "\\ud800"}', r"line 2 of .*: the prompt must be text in UTF-8, got '\\ud800'"),
     ],
 )
 def test_files_without_prompts_are_refused(tmp_path, text, message):
@@ -178,6 +184,46 @@ def test_prompts_in_another_encoding_are_refused(tmp_path):
         read_prompts(tmp_path / "in.txt")
 
 
+def test_prompts_are_read_by_lines_of_their_file(tmp_path):
+    """A line separator inside a text is part of it, as in the files that are written; so is no byte order mark."""
+    written, marked, lines = (tmp_path / name for name in ("out.jsonl", "marked.jsonl", "in.txt"))
+    write_answers(written, ["one\u2028two\x85three", "four"], [["a\u2028"], ["b"]])
+    assert read_prompts(written) == ["one\u2028two\x85three", "four"]
+    marked.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n{"prompt": "b"}\r\n')
+    assert read_prompts(marked) == ["a", "b"]
+    lines.write_bytes("\ufeffone\u2028two\r\n\r\nthree\x0cfour".encode())
+    assert read_prompts(lines) == ["one\u2028two", "three\x0cfour"]
+
+
+def test_an_empty_prompt_is_refused_beside_others_as_alone(model):
+    bare = dataclasses.replace(model, chat=make_chat(model.tokenizer, "none"))
+    advice = "is empty, and a continuation needs a first token; give it a text"
+    for prompts, name in (([""], "prompt"), (["abc", ""], "prompt 2 of 2")):
+        with pytest.raises(ValueError, match=rf"\[generate\] {name} {advice}, or let it begin a document"):
+            complete(bare, prompts, Sampling(tokens=2))
+    unstarted = SimpleNamespace(start_id=None, encode=model.tokenizer.encode)
+    with pytest.raises(ValueError, match=rf"prompt {advice}$"):
+        complete(dataclasses.replace(bare, tokenizer=unstarted), [""], Sampling(tokens=2), raw=True)
+
+
+@pytest.mark.parametrize(
+    "prompts, how, message",
+    [
+        ("abc", {}, "prompts must be a list, got 'abc'"),
+        (["abc"], {"stops": "end"}, "stops must be a list, got 'end'"),
+        ([None], {}, "prompt must be a text, or messages .*, got None"),
+        (["abc", 3], {}, "prompt 2 of 2 must be a text, or messages .*, got 3"),
+        ([[{"role": "user"}]], {}, "prompt must be a text, or messages .*, got .*'role': 'user'"),
+        ([{"role": "user", "content": "abc"}], {}, "prompt must be a text, or messages"),
+        ([[{"role": "usr", "content": "abc"}]], {}, "role.*: one of system, user, assistant, tool"),
+        ([[]], {}, r"prompt must be a text, or messages .*, got \[\]"),
+    ],
+)
+def test_what_is_no_prompt_is_refused(model, prompts, how, message):
+    with pytest.raises(ValueError, match=message):
+        complete(model, prompts, Sampling(tokens=2), **how)
+
+
 def test_a_vocabulary_with_padding_draws_tokens_alone(model):
     assert model.absent_ids == ((259, 320),) and model.stop_tokens == (256, 258)
     assert np.asarray(model.params["embed"]["embedding"]).shape == (320, 16)
@@ -189,6 +235,7 @@ def test_a_vocabulary_with_padding_draws_tokens_alone(model):
         (["--temperature", "-1"], "temperature"),
         (["--top-p", "2"], "top_p=2.0 must be above 0 and at most 1"),
         (["--samples", "0"], "samples must be a positive int"),
+        (["--batch", "0"], "batch must be a positive int"),
     ],
 )
 def test_settings_out_of_range_are_refused(directory, flags, message, capsys):

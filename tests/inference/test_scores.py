@@ -15,7 +15,7 @@ from jaxfb.cli.commands import main
 from jaxfb.inference.harness import HarnessModel
 from jaxfb.inference.model import open_model
 from jaxfb.inference.scores import Scorer, perplexity, windows
-from jaxfb.inference.tasks import encode_pair, normalized, read_task
+from jaxfb.inference.tasks import Question, encode_pair, normalized, read_task
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 SMALL = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "num_kv_heads": 1, "mlp_size": 16}
@@ -107,11 +107,31 @@ def test_answers_are_compared_without_case_articles_and_punctuation():
         ([{"prompt": "a", "choices": ["b"], "answer": 1}], "line 1 of"),
         ([{"prompt": "a", "answer": 4}], "must be"),
         ([{"prompt": "a", "answer": "4"}, {"prompt": "a", "choices": ["b"], "answer": 0}], "make two files"),
+        ([{"prompt": "a", "choices": ["b", "c"], "answer": True}], "line 1 of .* must be"),
+        ([{"prompt": "a", "answer": ["4", "An."]}], "line 1 of .* is left of answer 'An.'"),
+        ([{"prompt": "\ud800", "answer": "4"}], r"line 1 of .*: prompt must be text in UTF-8, got '\\ud800'"),
+        ([{"prompt": "a", "answer": "\ud800"}], "line 1 of .*: answer must be text in UTF-8"),
+        (
+            [{"prompt": "a", "choices": ["\ud800"], "answer": 0}],
+            "line 1 of .*: choices must be text in UTF-8",
+        ),
     ],
 )
 def test_files_that_are_no_task_are_refused(tmp_path, lines, message):
     with pytest.raises(ValueError, match=message):
         read_task(write_lines(tmp_path / "task.jsonl", *lines))
+
+
+def test_a_task_is_read_by_lines_of_its_file(tmp_path):
+    question = '{"prompt": "one\u2028two", "answer": "4"}'
+    (tmp_path / "task.jsonl").write_text(f"\ufeff\n{question}\n", encoding="utf-8")
+    assert read_task(tmp_path / "task.jsonl") == [Question("one\u2028two", ("4",))]
+    (tmp_path / "task.jsonl").write_text(f"{question}\n\n{{\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="line 3 of .* is not JSON"):
+        read_task(tmp_path / "task.jsonl")
+    (tmp_path / "task.jsonl").write_bytes(b'{"prompt": "\xff", "answer": "4"}')
+    with pytest.raises(ValueError, match="task.jsonl is not UTF-8: .* at offset 12"):
+        read_task(tmp_path / "task.jsonl")
 
 
 @pytest.mark.slow
