@@ -23,12 +23,21 @@ from jaxfb.losses.logits import IdRanges, capped
 from jaxfb.models.attention import attention, packed_attention
 from jaxfb.models.block import Block, rebuilder
 from jaxfb.models.config import TransformerConfig
+from jaxfb.models.generate_arguments import (
+    check_filters,
+    checked_key,
+    checked_lengths,
+    checked_prompt,
+    checked_ranges,
+    checked_stops,
+    checked_temperatures,
+)
 from jaxfb.models.layers import Outer, statistics_dtype
 from jaxfb.models.pattern import LEADING, layer_name, stack_of
 from jaxfb.models.pick import Pick
 from jaxfb.models.transformer import init_params
 from jaxfb.parallel.context import within_window
-from jaxfb.refusal import Refused, integer, number
+from jaxfb.refusal import instance, integer
 from jaxfb.types import outer_params
 
 Kept = tuple[jax.Array, jax.Array]  # keys and values of a layer, each [R, S, G, K]
@@ -70,7 +79,7 @@ def generate(
 
     Args:
       config, params: of `transformer`; computes in the params' dtype.
-      prompt_tokens: i32[R, P], padded on the right.
+      prompt_tokens: i32[R, P], padded on the right with any ids.
       max_new_tokens: N, at least 1.
       prompt_lengths: i32[R], each from 1 to P; P for every row if None.
       temperature: 0 takes the likeliest token.
@@ -80,11 +89,12 @@ def generate(
       stop_token: ends its row; of several, any does.
       absent_ids: ranges (first, end) of ids that are never drawn and have probability 0, such as those that the
         tokenizer lacks (`jaxfb.data.tokenizer.absent_ids`).
-      key: a PRNG key, needed where temperature > 0.
+      key: a PRNG key or an int, needed where temperature > 0.
       log_prob_temperature: of the log-probs that are reported: 1.0 is the model itself, `temperature` the policy
         that was sampled from (but for the filters).
     Raises:
-      ValueError: an empty prompt, no tokens asked for, a temperature, filter or stop token out of range, or no key.
+      ValueError: an empty prompt, an id that the vocabulary lacks, no tokens asked for, a temperature, filter or stop
+        token out of range, no id that may be drawn, or no key. Values are not looked at while they are traced.
     """
     how = {
         "prompt_lengths": prompt_lengths,
@@ -155,15 +165,16 @@ def _request(
     absent_ids: IdRanges = (),
 ) -> tuple[jax.Array, Pick, tuple]:
     """Returns the prompt, what picks tokens, and (lengths, temperatures, stops, keys), checked."""
-    rows, longest = prompt_tokens.shape
-    _check(config, longest, max_new_tokens, temperature, top_k, key)
-    _check_shares(top_p=top_p, min_p=min_p)
-    lengths = jnp.full(rows, longest) if prompt_lengths is None else jnp.asarray(prompt_lengths)
-    keys = jax.vmap(partial(jax.random.fold_in, jax.random.key(0) if key is None else key))(jnp.arange(rows))
-    pick = Pick(temperature == 0, top_k, top_p, min_p, absent_ids)
-    stops = jnp.asarray(_stop_ids(config, stop_token), jnp.int32)
-    rest = lengths, (float(temperature), log_prob_temperature), stops, keys
-    return jnp.asarray(prompt_tokens, jnp.int32), pick, rest
+    instance("config", config, TransformerConfig, "a TransformerConfig", who="[generate]")
+    integer("max_new_tokens", max_new_tokens, who="[generate]")
+    prompt = checked_prompt(config, prompt_tokens)
+    rows, longest = prompt.shape
+    lengths = checked_lengths(prompt_lengths, rows, longest)
+    temperatures = checked_temperatures(temperature, log_prob_temperature, key)
+    check_filters(config, top_k, top_p=top_p, min_p=min_p)
+    pick = Pick(temperature == 0, top_k, top_p, min_p, checked_ranges(config, absent_ids))
+    keys = jax.vmap(partial(jax.random.fold_in, checked_key(key)))(jnp.arange(rows))
+    return prompt, pick, (lengths, temperatures, checked_stops(config, stop_token), keys)
 
 
 def _of_length(config: TransformerConfig, length: int) -> TransformerConfig:
@@ -361,29 +372,3 @@ def _logits(config, params, hidden):
     wide = statistics_dtype(hidden.dtype)
     logits = jnp.matmul(outer.norm(hidden), outer.head_kernel, preferred_element_type=wide)
     return capped(logits, config.logit_softcap)
-
-
-def _stop_ids(config: TransformerConfig, stop_token: int | Sequence[int] | None) -> list[int]:
-    ids = [] if stop_token is None else np.atleast_1d(stop_token).tolist()
-    for stop in ids:
-        if not isinstance(stop, int) or not 0 <= stop < config.vocab_size:
-            raise Refused(f"[generate] {stop_token=} must be ids from 0 to {config.vocab_size - 1}, or None")
-    return ids
-
-
-def _check_shares(**given: float | None) -> None:
-    for name, share in given.items():
-        if share is not None and not 0 < number(name, share, who="[generate]") <= 1:
-            raise Refused(f"[generate] {name}={share} must be above 0 and at most 1; use 0.9", [{name: 0.9}])
-
-
-def _check(config, longest, max_new_tokens, temperature, top_k, key) -> None:
-    if longest < 1 or max_new_tokens < 1:
-        raise Refused(
-            f"[generate] prompts of {longest} tokens and {max_new_tokens=} must both be at least 1; "
-            "start an empty prompt with the document separator"
-        )
-    if not 0 <= temperature < float("inf") or (temperature > 0 and key is None):
-        raise Refused(f"[generate] {temperature=} must be 0 (greedy), or positive with a key to draw from")
-    if top_k is not None and not 1 <= top_k <= config.vocab_size:
-        raise Refused(f"[generate] {top_k=} must be from 1 to vocab_size={config.vocab_size}")

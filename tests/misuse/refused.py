@@ -30,7 +30,7 @@ from jaxfb.mesh import with_context
 from jaxfb.models.adapted import LoRA
 from jaxfb.models.attention import choose_backend
 from jaxfb.models.config import TransformerConfig
-from jaxfb.models.generate import _check_shares as check_shares
+from jaxfb.models.generate_arguments import check_filters, checked_temperatures
 from jaxfb.models.latent import Latent
 from jaxfb.models.layout import layers_of_stages
 from jaxfb.models.lora import check_targets
@@ -134,6 +134,14 @@ def experts(num_experts=4, expert=1):
 
 def sampler(**given):
     return Sampler(TransformerConfig(**SIZES), make_mesh(), 4, 4, (0,), **given)
+
+
+def filters(top_k=None, **shares):
+    check_filters(TransformerConfig(**SIZES), top_k, **shares)
+
+
+def temperatures(temperature):
+    checked_temperatures(temperature, 1.0, None)
 
 
 def arithmetic(held_out):
@@ -357,7 +365,8 @@ REFUSED = [
     (config_of_an_adapter, {"lora.rank": 8}),
     (trained, dict(trainable="head.*")),
     (trained, dict(trainable=["haed.*"])),
-    (check_shares, dict(top_p=1.5)),
+    *((filters, wrong) for wrong in (dict(top_p=1.5), dict(min_p=0.0), dict(top_k=0), dict(top_k=33))),
+    (temperatures, dict(temperature=1.0)),
     (sizes_of_a_directory, dict(num_layers=3)),
     (rotary_size, dict(rotary_share=0.4)),
     (latent_head, {**LATENT, "value_size": 10}),

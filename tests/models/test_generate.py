@@ -1,6 +1,7 @@
 """A sampled token is the one the training forward would have predicted, with the same log-probability."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 from whole import logits
 
 from jaxfb.models.config import TransformerConfig
-from jaxfb.models.generate import generate, stream
+from jaxfb.models.generate import _request, generate, stream
 from jaxfb.models.pick import Pick
 from jaxfb.models.transformer import init_params
 
@@ -85,17 +86,82 @@ def test_a_kernel_that_training_names_does_not_refuse_a_prompt(params, attention
     "how, message",
     [
         ({"temperature": 1.0}, "a key to draw from"),
-        ({"temperature": float("nan")}, "temperature=nan must be 0"),
-        ({"top_k": 24}, "from 1 to vocab_size=23"),
+        ({"temperature": float("nan")}, "temperature must be a finite number of at least 0, got nan"),
+        ({"temperature": "1"}, "temperature must be a finite number of at least 0, got '1'"),
+        *(
+            ({"log_prob_temperature": t}, "log_prob_temperature must be .* above 0")
+            for t in (0, math.nan, -1)
+        ),
+        *(({"top_k": k}, "top_k must be a positive int, got") for k in (0, 2.5, "3", True)),
+        ({"top_k": 24}, "top_k must be a positive int of at most 23, got 24"),
         ({"top_p": 0.0}, "top_p=0.0 must be above 0 and at most 1"),
         ({"min_p": 1.5}, "min_p=1.5 must be above 0 and at most 1"),
         ({"stop_token": 23}, "stop_token=23 must be ids from 0 to 22"),
         ({"stop_token": ["</s>"]}, "must be ids from 0 to 22"),
+        ({"stop_token": True}, "stop_token=True must be ids from 0 to 22"),
+        ({"stop_token": [3, 1.0]}, "must be ids from 0 to 22"),
+        ({"absent_ids": (3,)}, r"absent_ids must be ranges \(first, end\) of ids, such as .*, got \(3,\)"),
+        ({"absent_ids": ((5, 3),)}, "absent_ids must be ranges"),
+        ({"absent_ids": ((0, 7), (7, 40))}, "leave none of the 23 ids to draw"),
+        ({"key": "3"}, r"key must be one key, such as jax.random.key\(0\), or an int, got '3'"),
+        ({"key": jax.random.split(jax.random.key(0))}, "key must be one key"),
+        *(({"max_new_tokens": n}, "max_new_tokens must be a positive int, got") for n in (0, 1.5, True)),
+        ({"prompt_tokens": np.zeros((0, 2), int)}, "prompt_tokens must be ids .* of at least one row"),
+        (
+            {"prompt_tokens": np.zeros((2, 0), int)},
+            r"of \(2, 0\) have no token; start an empty prompt with the id",
+        ),
+        (
+            {"prompt_tokens": [3, 1]},
+            r"prompt_tokens must be ids \[rows, length\] of at least one row, got \[3, 1\]",
+        ),
+        ({"prompt_tokens": [[3, 1], [3]]}, r"prompt_tokens must be ids \[rows, length\], got"),
+        (
+            {"prompt_tokens": np.array([[3.0, 1.0]])},
+            r"prompt_tokens must be ids \[rows, length\], which are ints",
+        ),
+        ({"prompt_tokens": [[3, 23]]}, "prompt_tokens must be ids from 0 to 22, padding too, got 23"),
+        ({"prompt_tokens": [[3, -1]]}, "prompt_tokens must be ids from 0 to 22, padding too, got -1"),
+        *(
+            ({"prompt_lengths": [n]}, f"must be from 1 to the 2 tokens of prompt_tokens, got {n}")
+            for n in (0, -2, 3)
+        ),
+        *(({"prompt_lengths": n}, "prompt_lengths must be 1 lengths, one a row") for n in ([1, 2], 2, [1.0])),
     ],
 )
 def test_impossible_requests_are_refused(params, how, message):
     with pytest.raises(ValueError, match=message):
-        generate(CONFIG, params, jnp.ones((1, 2), jnp.int32), 3, **how)
+        generate(CONFIG, params, **{"prompt_tokens": jnp.ones((1, 2), jnp.int32), "max_new_tokens": 3, **how})
+
+
+@pytest.mark.parametrize("lengths", [[1, 2], np.array([1, 2], np.uint8)])
+def test_a_request_may_be_made_of_lists_and_an_int_as_key(lengths):
+    given = {
+        "prompt_lengths": lengths,
+        "temperature": 1.0,
+        "stop_token": (np.int64(3), 4),
+        "absent_ids": [[5, 6]],
+    }
+    prompt, pick, (found, _, stops, keys) = _request(CONFIG, [[3, 1], [9, 2]], 3, 7, **given)
+    assert prompt.tolist() == [[3, 1], [9, 2]] and found.tolist() == [1, 2] and stops.tolist() == [3, 4]
+    assert pick.absent == ((5, 6),) and prompt.dtype == np.int32 and found.dtype == np.int32
+    for key in (jax.random.key(7), jax.random.PRNGKey(7)):
+        same = _request(CONFIG, [[3, 1], [9, 2]], 3, key, **given)[2][3]
+        np.testing.assert_array_equal(jax.random.key_data(keys), jax.random.key_data(same))
+
+
+def test_values_that_are_traced_are_not_looked_at(params):
+    traced = jax.eval_shape(
+        lambda prompt, lengths, key: generate(
+            CONFIG, params, prompt, 3, prompt_lengths=lengths, temperature=1.0, key=key
+        ),
+        *(jnp.ones((2, 4), jnp.int32), jnp.ones(2, jnp.int32), jax.random.key(0)),
+    )
+    assert traced.tokens.shape == (2, 3)
+    with pytest.raises(ValueError, match="prompt_lengths must be 2 lengths"):
+        jax.eval_shape(
+            lambda n: generate(CONFIG, params, jnp.ones((2, 4), jnp.int32), 3, prompt_lengths=n), 1
+        )
 
 
 def test_of_several_stop_tokens_any_ends_its_row(params):
