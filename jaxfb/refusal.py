@@ -6,6 +6,7 @@ Every refusal is a `ValueError` of one sentence: the name of the argument, the r
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
 import math
@@ -180,8 +181,10 @@ def instance(
 
 def text(name: str, value: Any, *, who: str = "") -> str:
     """Returns `value` if it is a text that can be written in UTF-8, which a half of a surrogate pair cannot."""
-    if isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value):
-        return value
+    with contextlib.suppress(UnicodeEncodeError):
+        if isinstance(value, str):
+            value.encode()
+            return value
     refuse(name, value, "text in UTF-8" if isinstance(value, str) else "a text", who=who)
 
 

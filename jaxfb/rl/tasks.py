@@ -5,7 +5,7 @@ Any object with the members of `Task` is a task.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from jaxfb.data.chat import Chat, Message
-from jaxfb.refusal import Refused
+from jaxfb.data.conversations import ROLES
+from jaxfb.refusal import Refused, choice, function, refuse, text
 
 LISTED = 200_000
 
@@ -112,18 +113,12 @@ def check_task(task: Any, chat: Chat) -> int:
     """Checks a task before a run, so that it cannot fail in the middle; returns the tokens of its longest prompt.
 
     Raises:
-      ValueError: a member is missing, there is nothing to train on or to measure on, a prompt is empty, or the
-        reward of a problem's own answer is no finite number.
+      ValueError: a member is missing or of another kind, there is nothing to train on or to measure on, a problem is
+        none, a prompt is empty, or the reward of a problem's own answer is no finite number.
     """
-    missing = [name for name in ("train", "held_out", "reward", "is_correct") if not hasattr(task, name)]
-    if missing:
-        raise Refused(f"[task] {task!r} lacks {', '.join(missing)}; see jaxfb.rl.tasks.Task")
-    for name, use in (
-        ("train", "rollouts draw their prompts from it"),
-        ("held_out", "accuracy is measured on it"),
-    ):
-        if len(getattr(task, name)) == 0:
-            raise Refused(f"[task] {name} is empty, but {use}; give at least one problem")
+    _check_members(task)
+    _check_problems("train", task.train, "rollouts draw their prompts from it")
+    _check_problems("held_out", task.held_out, "accuracy is measured on it")
     problems = [*task.train, *task.held_out]
     lengths = [len(ids) for ids in chat.prompts([messages_of(problem) for problem in problems])]
     if min(lengths) == 0:
@@ -137,6 +132,42 @@ def check_task(task: Any, chat: Chat) -> int:
     checked_reward(task, first, response)
     checked_correct(task, first, response)
     return max(lengths)
+
+
+def _check_members(task: Any) -> None:
+    if isinstance(task, type):
+        raise Refused(f"[task] task must be an instance of {task.__name__}, not the class; call it")
+    missing = [name for name in ("train", "held_out", "reward", "is_correct") if not hasattr(task, name)]
+    if missing:
+        raise Refused(f"[task] {task!r} lacks {', '.join(missing)}; see jaxfb.rl.tasks.Task")
+    for name in ("reward", "is_correct"):
+        function(name, getattr(task, name), "(problem, response)", who="[task]")
+
+
+def _check_problems(name: str, problems: Any, use: str) -> None:
+    """Refuses what cannot be drawn from by number, is empty or has something else than problems in it."""
+    has_numbers = hasattr(problems, "__len__") and hasattr(problems, "__getitem__")
+    if not has_numbers or isinstance(problems, str | Mapping):
+        refuse(name, problems, "a list of problems", who="[task]")
+    if len(problems) == 0:
+        raise Refused(f"[task] {name} is empty, but {use}; give at least one problem")
+    for number, problem in enumerate(problems):
+        if not (hasattr(problem, "prompt") and hasattr(problem, "answer")):
+            refuse(f"{name}[{number}]", problem, "a Problem(prompt, answer)", who="[task]")
+        _check_problem(problem, f"[task] {name}[{number}]:")
+
+
+def _check_problem(problem: Any, where: str) -> None:
+    prompt = problem.prompt
+    text("answer", problem.answer, who=where)
+    if isinstance(prompt, str):
+        text("prompt", prompt, who=where)
+        return
+    if not (isinstance(prompt, Sequence) and prompt and all(isinstance(one, Mapping) for one in prompt)):
+        refuse("prompt", prompt, 'a text, or messages {"role", "content"}', who=where)
+    for message in prompt:
+        choice("role", message.get("role"), ROLES, who=where)
+        text("content", message.get("content"), who=where)
 
 
 def _short(text: Any) -> str:

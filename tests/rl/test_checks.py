@@ -1,6 +1,7 @@
 """What can be refused is refused before anything is computed, with advice that the same code accepts."""
 
 import re
+from types import SimpleNamespace
 from typing import get_args
 
 import numpy as np
@@ -151,6 +152,19 @@ class Own:
         (Own(correct=None), r"is_correct=None must be True or False, for prompt '1\+1='"),
         (Own(correct="no"), "is_correct='no' must be True or False"),
         (object(), "lacks train, held_out, reward, is_correct"),
+        (Own, "task must be an instance of Own, not the class; call it"),
+        (SimpleNamespace(**vars(Own()), reward=1.0, is_correct=bool), "reward must be a function"),
+        (Own(train=3), "train must be a list of problems, got 3"),
+        (Own(train={"1+1=": "2"}), "train must be a list of problems"),
+        (Own(held_out=iter([])), "held_out must be a list of problems, got <list_iterator"),
+        (Own(train=[("1+1=", "2")]), r"train\[0\] must be a Problem\(prompt, answer\), got \('1\+1=', '2'\)"),
+        (Own(held_out=[Problem("1+1=", "2"), {"prompt": "a"}]), r"held_out\[1\] must be a Problem"),
+        (Own(train=[Problem(3, "2")]), r"train\[0\]: prompt must be a text, or messages .*, got 3"),
+        (Own(train=[Problem([], "2")]), r"train\[0\]: prompt must be a text, or messages .*, got \[\]"),
+        (Own(train=[Problem("\ud800", "2")]), r"train\[0\]: prompt must be text in UTF-8, got '\\ud800'"),
+        (Own(train=[Problem("1+1=", None)]), r"train\[0\]: answer must be a text, got None"),
+        (Own(train=[Problem([{"role": "user"}], "2")]), r"train\[0\]: content must be a text, got None"),
+        (Own(train=[Problem([{"role": "usr", "content": "a"}], "2")]), "role must be .*did you mean 'user'"),
     ],
 )
 def test_a_task_that_cannot_work_is_refused_before_anything_is_computed(task, message):
