@@ -41,7 +41,9 @@ def generate(options: Namespace) -> None:
     """Prints continuations of a prompt, or of each prompt of a file; with --out, writes them."""
     given: dict[str, Any] = {name: getattr(options, name) for name in (*SAMPLING, "samples")}
     complete.Sampling(**{name: value for name, value in given.items() if value is not None})
-    prompts = [options.prompt] if options.prompts is None else files.read_prompts(options.prompts)
+    one = {"prompt": options.prompt}
+    named = one if options.prompts is None else files.read_prompts(options.prompts)
+    names, prompts = list(named), list(named.values())
     if options.out is not None:
         files.check_target(options.out)
     with _hosts(options) as hosts:
@@ -49,7 +51,7 @@ def generate(options: Namespace) -> None:
         use_compile_cache()
         model = open_model(options.run_dir, options.overrides, dtype=options.dtype)
         how = complete.sampling_of(model, **given)
-        found = complete.complete(model, prompts, how, raw=options.raw, batch=options.batch)
+        found = complete.complete(model, prompts, how, raw=options.raw, batch=options.batch, names=names)
         if not hosts.is_first:
             return
     if options.out is not None:

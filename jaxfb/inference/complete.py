@@ -68,6 +68,7 @@ def complete(
     raw: bool = False,
     batch: int = 16,
     stops: Sequence[str] = (),
+    names: Sequence[str] | None = None,
 ) -> list[list[str]]:
     """Returns the continuations of each prompt, `how.samples` of them.
 
@@ -78,16 +79,15 @@ def complete(
       raw: continue texts as they stand even so.
       batch: rows that are continued at the same time.
       stops: texts that end a continuation too; they are left out of it.
+      names: what refusals call each prompt; None: by its number.
     Raises:
       ValueError: a prompt is empty or longer than memory allows, or a setting is out of range.
     """
     integer("batch", batch, who="[generate]")
     prompts, stops = _several("prompts", prompts), _several("stops", stops)
     check_continuation(model.sizes, how.tokens)
-    encoded = [
-        ids_of(model, prompt, raw, f"prompt {number} of {len(prompts)}" if len(prompts) > 1 else "prompt")
-        for number, prompt in enumerate(prompts, 1)
-    ]
+    names = names or [f"prompt {number} of {len(prompts)}" for number in range(1, len(prompts) + 1)]
+    encoded = [ids_of(model, prompt, raw, name) for prompt, name in zip(prompts, names, strict=True)]
     rows = [(k, ids) for k, ids in enumerate(encoded) for _ in range(how.samples)]
     found: list[list[str]] = [[] for _ in prompts]
     ends = (replace(model, chat=None) if raw else model).stop_tokens
@@ -155,8 +155,10 @@ def ids_of(model: Model, prompt: Prompt, raw: bool, name: str = "prompt") -> np.
     ids = _encoded(model, prompt, raw)
     if len(ids) == 0:
         begins = model.chat is not None and not raw and model.tokenizer.start_id is not None
-        advice = "give it a text" + ", or let it begin a document (--raw, or raw=True)" * begins
-        raise Refused(f"[generate] {name} is empty, and a continuation needs a first token; {advice}")
+        more = " (with `jaxfb generate --raw`, raw=True, an empty one begins a document)" * begins
+        raise Refused(
+            f"[generate] {name} is empty, and a continuation needs a first token; give it a text{more}"
+        )
     return ids
 
 

@@ -27,9 +27,11 @@ def check_prompt(prompt: Any, name: str = "prompt", who: str = "[generate]") -> 
         text(name, message["content"], who=who)
 
 
-def read_prompts(path: str | Path) -> list[Prompt]:
+def read_prompts(path: str | Path) -> dict[str, Prompt]:
     """Reads prompts: of a .jsonl file {"prompt": text} or {"messages": [...]} a line, of any other file its lines.
 
+    Returns:
+      Each by what refusals call it, in their order.
     Raises:
       ValueError: the file is missing, empty or not UTF-8, or a line is not that; it names the line.
     """
@@ -37,9 +39,14 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     lines = lines_of(read_text(file, who))
     if not lines:
         raise Refused(f"{who} {file} has no prompts")
-    if file.suffix != ".jsonl":
-        return [line for _, line in lines]
-    return [_prompt(line, f"line {number} of {file}") for number, line in lines]
+    read = _prompt if file.suffix == ".jsonl" else lambda line, where: line
+    wheres = {f"line {number} of {file}": line for number, line in lines}
+    return {prompt_in(where): read(line, where) for where, line in wheres.items()}
+
+
+def prompt_in(where: str) -> str:
+    """Returns what refusals call the prompt of a line."""
+    return f"the prompt in {where}"
 
 
 def read_text(path: str | Path, who: str) -> str:
@@ -78,7 +85,7 @@ def _prompt(line: str, where: str) -> Prompt:
         raise Refused(
             f'[generate] {where} must be {{"prompt": text}} or {{"messages": [{{"role", "content"}}, ...]}}'
         )
-    check_prompt(found, f"{where}: the prompt")
+    check_prompt(found, prompt_in(where))
     return found
 
 

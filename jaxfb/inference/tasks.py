@@ -18,7 +18,7 @@ import numpy as np
 from jaxfb.data.tokenizer import Tokenizer
 from jaxfb.inference.complete import Sampling, complete
 from jaxfb.inference.model import Model
-from jaxfb.inference.prompts import lines_of, read_text, record_of
+from jaxfb.inference.prompts import lines_of, prompt_in, read_text, record_of
 from jaxfb.inference.scores import Score, Scorer
 from jaxfb.refusal import Refused, text
 
@@ -34,10 +34,11 @@ class Choice(NamedTuple):
 
 
 class Question(NamedTuple):
-    """A question whose answer is compared with texts, any of which is right."""
+    """A question whose answer is compared with texts, any of which is right. name: of the prompt, in refusals."""
 
     prompt: str
     answers: tuple[str, ...]
+    name: str = "prompt"
 
 
 def read_task(path: str | Path) -> list[Choice] | list[Question]:
@@ -48,7 +49,7 @@ def read_task(path: str | Path) -> list[Choice] | list[Question]:
     """
     file = Path(path)
     lines = lines_of(read_text(file, "[eval]"))
-    items = [_item(line, f"[eval] line {number} of {file}") for number, line in lines]
+    items = [_item(line, f"line {number} of {file}") for number, line in lines]
     if not items:
         raise Refused(f"[eval] {file} has no questions")
     choices = [item for item in items if isinstance(item, Choice)]
@@ -91,7 +92,8 @@ def answer(model: Model, items: Sequence[Question], tokens: int) -> dict[str, fl
     compared with the answers after `normalized`.
     """
     stops = ["\n"] if model.chat is None else []
-    found = complete(model, [item.prompt for item in items], Sampling(tokens), stops=stops)
+    prompts, names = [item.prompt for item in items], [item.name for item in items]
+    found = complete(model, prompts, Sampling(tokens), stops=stops, names=names)
     right = np.array(
         [
             normalized(texts[0]) in map(normalized, item.answers)
@@ -130,18 +132,18 @@ def _mean(name: str, right: np.ndarray) -> dict[str, float]:
 
 
 def _item(line: str, where: str) -> Choice | Question:
-    record = record_of(line, where)
+    record = record_of(line, f"[eval] {where}")
     prompt, choices, found = (record.get(name) for name in ("prompt", "choices", "answer"))
     answers, named = _texts([found] if isinstance(found, str) else found), _texts(choices)
     if isinstance(prompt, str) and choices is None and answers:
         _check_texts(where, prompt=[prompt], answer=answers)
         _check_answers(where, answers)
-        return Question(prompt, answers)
+        return Question(prompt, answers, prompt_in(where))
     if isinstance(prompt, str) and named and type(found) is int and 0 <= found < len(named):  # not a bool
         _check_texts(where, prompt=[prompt], choices=named)
         return Choice(prompt, named, found)
     raise Refused(
-        f'{where} must be {{"prompt": text, "choices": [texts], "answer": index}} or {{"prompt": text, '
+        f'[eval] {where} must be {{"prompt": text, "choices": [texts], "answer": index}} or {{"prompt": text, '
         '"answer": text or [texts]}'
     )
 
@@ -149,7 +151,7 @@ def _item(line: str, where: str) -> Choice | Question:
 def _check_texts(where: str, **named: Sequence[str]) -> None:
     for name, texts in named.items():
         for one in texts:
-            text(name, one, who=f"{where}:")
+            text(name, one, who=f"[eval] {where}:")
 
 
 def _check_answers(where: str, answers: Sequence[str]) -> None:
@@ -157,8 +159,8 @@ def _check_answers(where: str, answers: Sequence[str]) -> None:
     for one in answers:
         if not normalized(one):
             raise Refused(
-                f"{where}: nothing is left of answer {one!r} without articles and punctuation; give another answer, or "
-                "make it a question with choices"
+                f"[eval] {where}: nothing is left of answer {one!r} without articles and punctuation; give another "
+                "answer, or make it a question with choices"
             )
 
 

@@ -169,7 +169,7 @@ def test_pieces_of_an_answer_are_the_answer(model):
         ("{", "line 1 of .* is not JSON"),
         ('{"messages": []}', 'must be {"prompt": text}'),
         ('\n\n{"prompt": "a"}\n{"prmpt": "b"}', 'line 4 of .* must be {"prompt": text}'),
-        ('\n{"prompt": "\\ud800"}', r"line 2 of .*: the prompt must be text in UTF-8, got '\\ud800'"),
+        ('\n{"prompt": "\\ud800"}', r"the prompt in line 2 of .* must be text in UTF-8, got '\\ud800'"),
     ],
 )
 def test_files_without_prompts_are_refused(tmp_path, text, message):
@@ -188,21 +188,27 @@ def test_prompts_are_read_by_lines_of_their_file(tmp_path):
     """A line separator inside a text is part of it, as in the files that are written; so is no byte order mark."""
     written, marked, lines = (tmp_path / name for name in ("out.jsonl", "marked.jsonl", "in.txt"))
     write_answers(written, ["one\u2028two\x85three", "four"], [["a\u2028"], ["b"]])
-    assert read_prompts(written) == ["one\u2028two\x85three", "four"]
+    texts = lambda path: list(read_prompts(path).values())  # noqa: E731
+    assert texts(written) == ["one\u2028two\x85three", "four"]
     marked.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n{"prompt": "b"}\r\n')
-    assert read_prompts(marked) == ["a", "b"]
+    assert texts(marked) == ["a", "b"]
     lines.write_bytes("\ufeffone\u2028two\r\n\r\nthree\x0cfour".encode())
-    assert read_prompts(lines) == ["one\u2028two", "three\x0cfour"]
+    assert texts(lines) == ["one\u2028two", "three\x0cfour"]
+    assert list(read_prompts(lines)) == [f"the prompt in line {number} of {lines}" for number in (1, 3)]
 
 
 def test_an_empty_prompt_is_refused_beside_others_as_alone(model):
     bare = dataclasses.replace(model, chat=make_chat(model.tokenizer, "none"))
     advice = "is empty, and a continuation needs a first token; give it a text"
-    for prompts, name in (([""], "prompt"), (["abc", ""], "prompt 2 of 2")):
-        with pytest.raises(ValueError, match=rf"\[generate\] {name} {advice}, or let it begin a document"):
-            complete(bare, prompts, Sampling(tokens=2))
+    for prompts, names, name in (
+        ([""], None, "prompt 1 of 1"),
+        (["abc", ""], None, "prompt 2 of 2"),
+        (["abc", ""], ["first", "second"], "second"),
+    ):
+        with pytest.raises(ValueError, match=rf"\[generate\] {name} {advice} \(with .* --raw"):
+            complete(bare, prompts, Sampling(tokens=2), names=names)
     unstarted = SimpleNamespace(start_id=None, encode=model.tokenizer.encode)
-    with pytest.raises(ValueError, match=rf"prompt {advice}$"):
+    with pytest.raises(ValueError, match=rf"prompt 1 of 1 {advice}$"):
         complete(dataclasses.replace(bare, tokenizer=unstarted), [""], Sampling(tokens=2), raw=True)
 
 
@@ -211,12 +217,12 @@ def test_an_empty_prompt_is_refused_beside_others_as_alone(model):
     [
         ("abc", {}, "prompts must be a list, got 'abc'"),
         (["abc"], {"stops": "end"}, "stops must be a list, got 'end'"),
-        ([None], {}, "prompt must be a text, or messages .*, got None"),
+        ([None], {}, "prompt 1 of 1 must be a text, or messages .*, got None"),
         (["abc", 3], {}, "prompt 2 of 2 must be a text, or messages .*, got 3"),
-        ([[{"role": "user"}]], {}, "prompt must be a text, or messages .*, got .*'role': 'user'"),
-        ([{"role": "user", "content": "abc"}], {}, "prompt must be a text, or messages"),
+        ([[{"role": "user"}]], {}, "prompt 1 of 1 must be a text, or messages .*, got .*'role': 'user'"),
+        ([{"role": "user", "content": "abc"}], {}, "prompt 1 of 1 must be a text, or messages"),
         ([[{"role": "usr", "content": "abc"}]], {}, "role.*: one of system, user, assistant, tool"),
-        ([[]], {}, r"prompt must be a text, or messages .*, got \[\]"),
+        ([[]], {}, r"prompt 1 of 1 must be a text, or messages .*, got \[\]"),
     ],
 )
 def test_what_is_no_prompt_is_refused(model, prompts, how, message):

@@ -1,5 +1,6 @@
 """Perplexity, multiple choice, exact match and the adapter for lm-evaluation-harness."""
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -12,10 +13,11 @@ from tiny_directory import make
 from whole import logits
 
 from jaxfb.cli.commands import main
+from jaxfb.data.chat import make_chat
 from jaxfb.inference.harness import HarnessModel
 from jaxfb.inference.model import open_model
 from jaxfb.inference.scores import Scorer, perplexity, windows
-from jaxfb.inference.tasks import Question, encode_pair, normalized, read_task
+from jaxfb.inference.tasks import Question, answer, encode_pair, normalized, read_task
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 SMALL = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "num_kv_heads": 1, "mlp_size": 16}
@@ -125,13 +127,21 @@ def test_files_that_are_no_task_are_refused(tmp_path, lines, message):
 def test_a_task_is_read_by_lines_of_its_file(tmp_path):
     question = '{"prompt": "one\u2028two", "answer": "4"}'
     (tmp_path / "task.jsonl").write_text(f"\ufeff\n{question}\n", encoding="utf-8")
-    assert read_task(tmp_path / "task.jsonl") == [Question("one\u2028two", ("4",))]
+    name = f"the prompt in line 2 of {tmp_path / 'task.jsonl'}"
+    assert read_task(tmp_path / "task.jsonl") == [Question("one\u2028two", ("4",), name)]
     (tmp_path / "task.jsonl").write_text(f"{question}\n\n{{\n", encoding="utf-8")
     with pytest.raises(ValueError, match="line 3 of .* is not JSON"):
         read_task(tmp_path / "task.jsonl")
     (tmp_path / "task.jsonl").write_bytes(b'{"prompt": "\xff", "answer": "4"}')
     with pytest.raises(ValueError, match="task.jsonl is not UTF-8: .* at offset 12"):
         read_task(tmp_path / "task.jsonl")
+
+
+def test_a_question_without_a_prompt_is_refused_with_its_line(scorer, tmp_path):
+    bare = dataclasses.replace(scorer.model, chat=make_chat(scorer.model.tokenizer, "none"))
+    task = write_lines(tmp_path / "task.jsonl", *({"prompt": text, "answer": "4"} for text in ("abc", "")))
+    with pytest.raises(ValueError, match="the prompt in line 2 of .*task.jsonl is empty"):
+        answer(bare, read_task(task), 2)
 
 
 @pytest.mark.slow
