@@ -128,7 +128,7 @@ def is_elsewhere(leaf: jax.Array, target: NamedSharding) -> bool:
 
 
 def _order(sharding: NamedSharding) -> list[int]:
-    return sharding.mesh.device_ids.ravel().tolist()
+    return [device.id for device in np.ravel(np.asarray(sharding.mesh.devices))]
 
 
 def automatic(tree: PyTree) -> PyTree:
