@@ -18,7 +18,8 @@ from jaxfb.data.conversations import cut_to, encode_pairs, longest, read_prefere
 from jaxfb.data.token_rows import token_rows
 from jaxfb.losses.heads import log_prob_fn, policy_loss_fn
 from jaxfb.losses.preference import PreferenceLoss
-from jaxfb.rl.rows import Rows, batches, count
+from jaxfb.refusal import Refused
+from jaxfb.rl.rows import Rows, batches, count, digest
 from jaxfb.rl.start import make_base
 from jaxfb.rl.supervised import SupervisedWork, row_length, work_on
 from jaxfb.training.machine import check_table
@@ -30,10 +31,17 @@ REFERENCE = "ref_log_probs"
 class PreferenceWork(SupervisedWork):
     """Rows of pairs; before the first update they receive the reference's log-probs, which are saved with the state."""
 
+    def __post_init__(self):
+        super().__post_init__()
+        self._pairs = {name: digest(_of_pairs(rows)) for name, rows in self._tables().items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**super().to_dict(), "pairs": self._pairs}
+
     def start(self, say: Callable[[str], None]) -> None:
         super().start(say)
         say("log-probs of the reference")
-        for rows in (self.stream.rows, self.held_out):
+        for rows in self._tables().values():
             rows[REFERENCE] = self._reference_of(rows)
 
     def state(self) -> PyTree:
@@ -42,25 +50,48 @@ class PreferenceWork(SupervisedWork):
     def abstract_state(self) -> PyTree:
         return {**super().abstract_state(), "reference": self._log_probs()}
 
+    def check_resume(self, record: Mapping[str, Any], allow_changes: bool) -> None:
+        section, saved = self.base.config.preferences, record["plan"].get("pairs", {})
+        for name, key in (("train", "path"), ("held_out", "held_out_path")):
+            if saved.get(name, self._pairs[name]) != self._pairs[name]:
+                raise Refused(_other_pairs(key, getattr(section, key)))
+        super().check_resume(record, allow_changes)
+
     def restore(self, state: PyTree, record: Mapping[str, Any], allow_changes: bool) -> None:
-        reference = state.pop("reference")
-        for name, rows in (("train", self.stream.rows), ("held_out", self.held_out)):
-            rows[REFERENCE] = np.asarray(reference[name])
+        for name, log_probs in state.pop("reference").items():
+            self._tables()[name][REFERENCE] = np.asarray(log_probs)
         super().restore(state, record, allow_changes)
 
+    def _tables(self) -> dict[str, Rows]:
+        return {"train": self.stream.rows, "held_out": self.held_out}
+
     def _log_probs(self) -> dict[str, np.ndarray]:
-        return {"train": self.stream.rows[REFERENCE], "held_out": self.held_out[REFERENCE]}
+        """Returns those of the reference by table; a table without rows has no element to save."""
+        return {name: rows[REFERENCE] for name, rows in self._tables().items() if count(rows)}
 
     def _reference_of(self, rows: Rows) -> np.ndarray:
         """Returns float[rows, length], the log-probs by the present parameters, with the plan "logprob_ref"."""
         plan, model = self.plan.by_purpose["logprob_ref"], log_prob_fn(self.base.model)
         out = rows[REFERENCE].copy()
-        inputs = {name: leaf for name, leaf in rows.items() if name != REFERENCE}
-        for number, batch in enumerate(batches(inputs, plan)):
+        for number, batch in enumerate(batches(_of_pairs(rows), plan)):
             got = self.base.forward(model, self.train_state.params, batch, plan, forward_only=True)
             part = slice(number * plan.rows, min((number + 1) * plan.rows, len(out)))
             out[part] = np.asarray(got.outputs["log_probs"])[: part.stop - part.start]
         return out
+
+
+def _of_pairs(rows: Rows) -> Rows:
+    """Returns the leaves that the pairs alone decide."""
+    return {name: leaf for name, leaf in rows.items() if name != REFERENCE}
+
+
+def _other_pairs(key: str, path: str | None) -> str:
+    """Words a refusal without --allow-changes, since a reference of other pairs would make every number wrong."""
+    return (
+        f"[preferences] {key}={'null' if path is None else path} gives other pairs than the saved run has, whose "
+        "log-probs of the reference are saved with it; use its file, tokenizer and template, or begin a new run in "
+        "another run.dir"
+    )
 
 
 def make_preference_work(config: DPOConfig) -> PreferenceWork:

@@ -21,6 +21,8 @@ ABSENT = "(absent)"
 FIXED_KEYS = ("run.seed",)
 # Post-training: what the saved position, rollout or reference was made from.
 FIXED_SECTIONS = ("start", "task", "warm_start", "lora", "trainable")
+# The pairs belong to the reference's log-probs that are saved with them, so that no flag allows others.
+NEVER_OFFERED = "preferences."
 # The rows themselves are compared, so that a file may be moved.
 FIXED_OF_ROWS = ("held_out_fraction", "template", "learn", "sequence_length", "truncate")
 
@@ -40,6 +42,7 @@ def check_changes(saved: Mapping[str, Any], config: Any, update: int, offer: boo
     """
     if fixed := [change for change in changes_between(saved, config) if is_fixed(change[0])]:
         had = " and ".join(f"{key}={as_yaml(old)} (now {as_yaml(new)})" for key, old, new in fixed)
+        offer = offer and not any(key.startswith(NEVER_OFFERED) for key, _, _ in fixed)
         choices = f", another run.dir, or {FLAG} to continue anyway" if offer else " or another run.dir"
         raise Refused(
             f"[config] the run saved at update {update} has {had}, which would give its parameters or its rows another "

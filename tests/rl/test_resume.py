@@ -15,8 +15,11 @@ from jaxfb import load_config, post_train
 from jaxfb.callbacks import callback
 from jaxfb.checkpoint.store import CheckpointStore
 from jaxfb.cli.commands import main
+from jaxfb.config import config_to_dict
 from jaxfb.metrics import read_jsonl
+from jaxfb.rl.preference import make_preference_work
 from jaxfb.rl.supervised import make_supervised_work
+from jaxfb.training.changes import check_changes
 from jaxfb.training.guard import NonFiniteAbort
 from jaxfb.training.run_lock import RunLock
 
@@ -91,6 +94,69 @@ def test_another_meaning_is_refused_and_no_file_is_changed(template, stopped, tm
     assert main(["sft", str(stopped), "--resume", f"conversations.path={moved}", "batch.updates=1"]) == 0
     assert "batch.updates: 2 -> 1" in capsys.readouterr().out
     assert (stopped / "config.until-0.yaml").is_file()
+
+
+PAIRS = {"path": "pairs.jsonl", "held_out_path": "held.jsonl", "sequence_length": 48, "template": "none"}
+DPO = {
+    **CONFIG,
+    "preferences": PAIRS,
+    "plans": {**CONFIG["plans"], "logprob_ref": {"rows_per_microbatch": 4}},
+    "run": {"dir": "run"},
+}
+
+
+def preferences(path, numbers):
+    lines = [{"prompt": f"{k} + 1", "chosen": str(k + 1), "rejected": str(k)} for k in numbers]
+    Path(path).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.fixture
+def pairs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    numbers = {"pairs": range(8), "held": range(8, 10), "other": range(10, 18), "held_too": range(20, 22)}
+    for name, found in numbers.items():
+        preferences(f"{name}.jsonl", found)
+    Path("dpo.yaml").write_text(yaml.safe_dump(DPO))
+
+
+def work_on_pairs(**keys):
+    return make_preference_work(load_config("dpo.yaml", [f"preferences.{key}={keys[key]}" for key in keys]))
+
+
+@pytest.mark.parametrize(
+    "key, path",
+    [("path", "other.jsonl"), ("held_out_path", "held_too.jsonl"), ("held_out_path", "other.jsonl")],
+)
+def test_a_reference_is_not_used_for_other_pairs_whatever_is_allowed(pairs, key, path):
+    record = {"plan": work_on_pairs().to_dict()}
+    for allow_changes in (False, True):
+        work_on_pairs(path=shutil.copy("pairs.jsonl", "moved.jsonl")).check_resume(record, allow_changes)
+        with pytest.raises(ValueError, match=rf"\[preferences\] {key}={path} gives other pairs") as refusal:
+            work_on_pairs(**{key: path}).check_resume(record, allow_changes)
+        assert "--allow-changes" not in str(refusal.value)
+
+
+def test_what_makes_other_pairs_is_refused_without_an_offer_to_allow_it(pairs):
+    saved = config_to_dict(load_config("dpo.yaml"))
+    with pytest.raises(
+        ValueError, match="preferences.template=none .*; use the saved values or another"
+    ) as refusal:
+        check_changes(saved, load_config("dpo.yaml", ["preferences.template=plain"]), 3)
+    assert "--allow-changes" not in str(refusal.value)
+
+
+def test_without_held_out_pairs_nothing_of_them_is_saved(pairs):
+    work = work_on_pairs(held_out_path="null", held_out_fraction=0.0)
+    assert set(work.abstract_state()["reference"]) == {"train"}
+    assert set(work_on_pairs().abstract_state()["reference"]) == {"train", "held_out"}
+
+
+@pytest.mark.slow
+def test_without_held_out_pairs_a_run_ends_and_resumes(pairs, capsys):
+    keys = ["preferences.held_out_path=null", "preferences.held_out_fraction=0.0"]
+    assert main(["dpo", "dpo.yaml", "batch.updates=1", *keys]) == 0
+    assert main(["dpo", "dpo.yaml", "--resume", *keys]) == 0
+    assert [record["step"] for record in read_jsonl("run/metrics.jsonl") if "loss" in record] == [1, 2]
 
 
 @pytest.mark.slow
