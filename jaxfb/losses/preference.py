@@ -1,9 +1,10 @@
 """Preference losses: of two responses to a prompt, the chosen one is to become likelier than the rejected one.
 
 Used in the head of forward_backward through `policy_loss_fn`. A pair must be compared where both are, so both are in
-one row, as packed sequences: segment 2k - 1 is the chosen and segment 2k the rejected response of the row's k-th
-pair, each with its prompt before it (attention stays inside a segment, positions start anew). So a row is whole in
-itself, no loss looks across rows, and any split of the rows, packing and context parallelism leave the loss as it is.
+one row, as packed sequences: segment 2k - 1 is the chosen and segment 2k the rejected response of a pair, whose k is
+any positive number of its own in the row, each with its prompt before it (attention stays inside a segment, positions
+start anew). So a row is whole in itself, no loss looks across rows, and any split of the rows, packing and context
+parallelism leave the loss as it is.
 
 Leaves of a microbatch: tokens, targets, segments, positions, loss_mask (the responses), and `ref_log_probs` f32[rows,
 seq] unless reference-free: what `log_prob_fn` of the reference model gives for the same rows.
@@ -129,7 +130,7 @@ class _Pairs:
     """The pairs of a microbatch, [rows, most pairs a row could hold]."""
 
     def __init__(self, mask: jax.Array, segments: jax.Array):
-        self.sequences, self._segments = Sequences(mask, segments), segments
+        self.sequences, self._segments = Sequences(mask, _of_whole_pairs(segments, mask)), segments
         lengths = self.sequences.sums(jnp.ones_like(mask))
         self._lengths = self._both(lengths)
         self._there = (self._lengths[0] > 0) & (self._lengths[1] > 0)
@@ -156,3 +157,10 @@ class _Pairs:
         """Splits [rows, segments 0..n] into values of chosen and of rejected sequences."""
         chosen, rejected = sums[:, 1::2], sums[:, 2::2]
         return [chosen[:, : rejected.shape[1]], rejected]
+
+
+def _of_whole_pairs(segments: jax.Array, mask: jax.Array) -> jax.Array:
+    """Returns the segments whose other is in the row too, and 0 for the others, so that ranks keep pairs together."""
+    pairs, chosen = Sequences(jnp.ones_like(mask), (segments + 1) // 2), segments % 2 == 1
+    both = (pairs.totals(chosen) > 0) & (pairs.totals(~chosen) > 0)
+    return jnp.where(both, segments, 0)

@@ -21,7 +21,8 @@ class Sequences:
     """The counted tokens of a microbatch, sequence by sequence.
 
     mask:     float[rows, seq], the weight of each token, 0 where it does not count.
-    segments: i32[rows, seq] 1.., which sequence of its row a token belongs to (0: padding); None: a row is one.
+    segments: i32[rows, seq], which sequence of its row a token belongs to, by any positive number, such as that of a
+              document (0: padding); None: a row is one.
 
     Under a context axis both are this device's tokens.
     """
@@ -50,8 +51,8 @@ class Sequences:
         return self._spread(self.sums(x))
 
     def sums(self, x: jax.Array) -> jax.Array:
-        """Sums mask * x for each sequence: [rows, 1], or with segments [rows, whole row's tokens + 1], place 0 for
-        padding.
+        """Sums mask * x for each sequence: [rows, 1], or with segments [rows, whole row's tokens + 1], the sequences of
+        a row in the order of their numbers, behind place 0 for padding.
 
         Of whole sequences, and so equal on all devices of a context axis: count what is made of them `once`.
         """
@@ -84,11 +85,28 @@ class Sequences:
         else:
             # a row of n tokens holds at most n sequences, and 0 is padding
             sums = jnp.zeros((x.shape[0], x.shape[1] * size_here() + 1), x.dtype)
-            sums = sums.at[jnp.arange(x.shape[0])[:, None], self.segments].add(x)
+            sums = sums.at[jnp.arange(x.shape[0])[:, None], ranks(self.segments)].add(x)
         return sums if size_here() == 1 else lax.psum(sums, AXIS)
 
     def _spread(self, sums: jax.Array) -> jax.Array:
         """Spreads [rows, sequences of a row] to [rows, seq]."""
         if self.segments is None:
             return jnp.broadcast_to(sums, self.mask.shape)
-        return jnp.take_along_axis(sums, self.segments, axis=1)
+        return jnp.take_along_axis(sums, ranks(self.segments), axis=1)
+
+
+def ranks(segments: jax.Array) -> jax.Array:
+    """Returns the rank of each number among the different ones of its row, 0 for 0 and 1.. for the others:
+    i32[rows, seq].
+
+    Numbers 1.. without a gap are their own ranks. Under a context axis the row is the whole one.
+    """
+    whole = segments if size_here() == 1 else lax.all_gather(segments, AXIS, axis=1, tiled=True)
+    order = jnp.argsort(whole, axis=1)
+    rises = jnp.diff(jnp.take_along_axis(whole, order, axis=1), axis=1, prepend=0) != 0
+    rows = jnp.arange(whole.shape[0])[:, None]
+    found = jnp.zeros(whole.shape, jnp.int32).at[rows, order].set(jnp.cumsum(rises, axis=1, dtype=jnp.int32))
+    if size_here() == 1:
+        return found
+    length = segments.shape[1]
+    return lax.dynamic_slice_in_dim(found, lax.axis_index(AXIS) * length, length, axis=1)

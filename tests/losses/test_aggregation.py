@@ -4,9 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from jaxfb.losses.aggregation import AGGREGATIONS, aggregate
-from jaxfb.losses.sequences import Sequences
+from jaxfb.losses.policy import PolicyLoss
+from jaxfb.losses.sequences import Sequences, ranks
+from jaxfb.mesh import make_mesh
 from jaxfb.types import Sum
 
 
@@ -62,6 +65,36 @@ def test_packed_sequences_weigh_what_rows_of_their_own_do(golden):
         apart, together = _sum(loss, mask, given), _sum(packed(loss), packed(mask), given, segments)
         np.testing.assert_allclose(together.value, apart.value, rtol=1e-12, err_msg=case["name"])
         assert together.weight == apart.weight
+
+
+@pytest.mark.parametrize("numbers", [(9, 10), (7_000, 3), (1, 4)])
+def test_a_sequence_may_have_any_number_in_its_row(numbers):
+    """A document's number, say; the loss and its gradient stay as they are."""
+    mask = jnp.array([[0.0, 1, 1, 1, 1, 1]])
+    leaves = {"loss_mask": mask, "advantages": jnp.arange(6.0)[None], "old_log_probs": jnp.full((1, 6), -1.0)}
+    loss = PolicyLoss(aggregation="seq-mean-token-mean")
+
+    def answer(segments):
+        value = lambda x: loss(x, x, leaves | {"segments": jnp.array([segments])}).terms["policy"].value  # noqa: E731
+        return jax.value_and_grad(value)(jnp.linspace(-1.1, -0.9, 6)[None])
+
+    one, other = numbers
+    in_order, numbered = answer([1, 1, 2, 2, 2, 0]), answer([one, one, other, other, other, 0])
+    if one > other:  # places change, and with them the order of the sum
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), numbered, in_order)
+    else:
+        jax.tree.map(np.testing.assert_array_equal, numbered, in_order)
+    assert np.abs(in_order[1][0, 1:5]).min() > 0
+
+
+def test_ranks_are_those_of_the_whole_row_also_where_a_context_axis_cuts_it():
+    segments = np.array([[3, 3, 900, 0, 7, 7, 3, 0], [1, 1, 2, 2, 3, 3, 0, 0], [5, 6, 7, 8, 9, 10, 11, 12]])
+    expected = [[1, 1, 3, 0, 2, 2, 1, 0], [1, 1, 2, 2, 3, 3, 0, 0], [1, 2, 3, 4, 5, 6, 7, 8]]
+    np.testing.assert_array_equal(ranks(jnp.array(segments)), expected)
+    mesh = make_mesh(context=2, devices=jax.devices()[:2])
+    cut = P(None, "context")
+    on_two = jax.jit(jax.shard_map(ranks, mesh=mesh, in_specs=cut, out_specs=cut))
+    np.testing.assert_array_equal(on_two(jnp.array(segments)), expected)
 
 
 def test_what_cannot_be_aggregated_is_refused():

@@ -65,6 +65,24 @@ def test_preference_losses_are_their_formulas(name):
     np.testing.assert_allclose(out.metrics["reward_chosen"].value, 0.5 * chosen.mean(), rtol=1e-12)
 
 
+def test_pairs_may_have_any_numbers_in_their_row():
+    segments, mask, log_probs, ref = _pairs()
+    leaves = {"loss_mask": mask, "ref_log_probs": ref}
+
+    def answer(segments):
+        loss = lambda x: PreferenceLoss()(x, None, leaves | {"segments": segments}).terms["preference"].value  # noqa: E731
+        return jax.value_and_grad(loss)(jnp.array(log_probs))
+
+    in_order, numbered = answer(segments), answer(np.where(segments > 0, segments + 8, 0))
+    jax.tree.map(np.testing.assert_array_equal, numbered, in_order)
+    without = np.where(
+        segments == 1, 0, np.where(segments > 0, segments + 8, 0)
+    )  # 10 is alone, 11 and 12 are a pair
+    (alone, grad), first = answer(without), answer(segments)[1]
+    assert alone > 0 and np.abs(grad[0, 5:7]).min() > 0 and np.abs(first[0, 0]) > 0
+    np.testing.assert_array_equal(grad[0, :5], 0)
+
+
 def test_simpo_and_the_likelihood_of_the_chosen():
     segments, mask, log_probs, _ = _pairs()
     loss = PreferenceLoss(beta=2.0, reference_free=True, length_normalized=True, margin=0.5, sft_coef=0.1)
