@@ -97,7 +97,8 @@ class AdaptiveKL:
 
     coefficient: the present one.
     target: nats a token.
-    horizon: rows over which a lasting error of 20 % or more changes the coefficient by a fifth of itself.
+    horizon: rows over which a lasting error of 20 % or more changes the coefficient by a fifth of itself; above a fifth
+      of a rollout's rows, so that the coefficient stays positive.
     """
 
     coefficient: float
@@ -112,8 +113,26 @@ class AdaptiveKL:
     def updated(self, kl: float, rows: int) -> AdaptiveKL:
         """Returns the coefficient after a rollout of so many rows with that mean KL; a KL that is not finite changes
         nothing.
+
+        Raises:
+          ValueError: the horizon is too short for that many rows.
         """
+        check_horizon(self.horizon, rows, "kl", "horizon")
         if not np.isfinite(kl):
             return self
         error = float(np.clip(kl / self.target - 1, -0.2, 0.2))
         return replace(self, coefficient=self.coefficient * (1 + error * rows / self.horizon))
+
+
+def check_horizon(horizon: float, rows: int, who: str, key: str) -> None:
+    """Refuses a horizon so short that one rollout of so many rows could leave nothing of the coefficient.
+
+    key: what the caller calls the horizon.
+    """
+    if rows >= 5 * horizon:
+        use = rows // 5 + 1
+        raise Refused(
+            f"[{who}] horizon={horizon:g} must be above a fifth of the {rows} rows of a rollout, after which the "
+            f"coefficient could be 0 or negative; use {key}={use} or more",
+            [{key: use}],
+        )

@@ -24,7 +24,7 @@ from jaxfb.batch_plan import RolloutPlan, RunPlan, explain_difference
 from jaxfb.config.post_training import RLConfig
 from jaxfb.losses.estimators import estimator_of
 from jaxfb.losses.heads import policy_loss_fn
-from jaxfb.losses.kl import AdaptiveKL
+from jaxfb.losses.kl import AdaptiveKL, check_horizon
 from jaxfb.losses.policy import PolicyLoss
 from jaxfb.losses.surrogates import make_surrogate
 from jaxfb.metrics import plot_policy
@@ -236,6 +236,8 @@ def make_policy_work(
         check_table("warm_start", config.warm_start.rows, length)
     rows = config.rollout.prompts * config.rollout.samples_per_prompt
     check_table("rollout", rows, length)
+    if config.reward.target is not None:
+        check_horizon(config.reward.horizon, rows, "reward", "reward.horizon")
     slots, dtype = sampler.prompt_width + sampler.max_new_tokens, sampler.compute_dtype
     check_sampler(base.sizes, base.mesh, rows, slots, dtype or param_dtype(config))
     plan = planned(base, lambda base: _rollout_plan(base, length))

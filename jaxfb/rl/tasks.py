@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from jaxfb.config.policy import each_once
 from jaxfb.data.chat import Chat, Message
 from jaxfb.data.conversations import ROLES
 from jaxfb.refusal import Refused, choice, function, refuse, text
@@ -179,13 +180,20 @@ def _short(text: Any) -> str:
 class Arithmetic:
     """`47+85=` is to be answered with `132`: reward 1 for exactly that, else 0.
 
-    digits: of each operand, at most. operations: any of "+", "-", "*". held_out: how many are never trained on.
+    digits: of each operand, at most. operations: any of "+", "-", "*", each once. num_held_out: how many are never
+    trained on.
+
+    Raises:
+      ValueError: an operation is given twice; when problems are read, all of them would be held out.
     """
 
     digits: int = 2
     operations: str = "+"
     num_held_out: int = 512
     seed: int = 0
+
+    def __post_init__(self):
+        each_once(self.operations)
 
     @property
     def train(self) -> list[Problem]:
@@ -210,14 +218,14 @@ class Arithmetic:
         """Lists all problems, or the first LISTED of them, in an order drawn from the seed."""
         base = 10**self.digits
         total = base * base * len(self.operations)
-        if total <= self.num_held_out:
-            raise Refused(
-                f"[task] held_out={self.num_held_out} leaves none of the {total} problems to train on; use at most "
-                f"{total // 2}",
-                [{"held_out": total // 2}],
-            )
         rng = np.random.default_rng(self.seed)
         codes = rng.permutation(total) if total <= LISTED else np.unique(rng.integers(0, total, LISTED))
+        if len(codes) <= self.num_held_out:
+            raise Refused(
+                f"[task] held_out={self.num_held_out} leaves none of the {len(codes)} problems to train on; use at "
+                f"most {len(codes) - 1}",
+                [{"held_out": len(codes) - 1}],
+            )
         return [self._problem(int(code), base) for code in rng.permutation(codes)]
 
     def _problem(self, code: int, base: int) -> Problem:

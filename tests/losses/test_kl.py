@@ -43,6 +43,14 @@ def test_adaptive_controller(golden):
         np.testing.assert_allclose(values, case["expected"]["values"][-len(values) :], rtol=1e-12)
 
 
+def test_the_coefficient_stays_positive():
+    assert AdaptiveKL(0.1, 6.0, 26).updated(0.0, 128).coefficient > 0
+    with pytest.raises(
+        ValueError, match=r"\[kl\] horizon=25.6 must be above a fifth of the 128 rows .*horizon=26"
+    ):
+        AdaptiveKL(0.1, 6.0, 25.6).updated(9.0, 128)
+
+
 def test_what_has_no_meaning_is_refused():
     with pytest.raises(ValueError, match="one of k1, k2, k3, abs"):
         kl_penalty(jnp.zeros(1), jnp.zeros(1), "k4")

@@ -24,7 +24,7 @@ from jaxfb.forward_backward.head_placement import check_rows, choose_placement
 from jaxfb.forward_backward.last_microbatch import check_overlap, obstacle_to_overlap
 from jaxfb.forward_backward.offered import check_offers_pieces
 from jaxfb.forward_backward.pieces import check_lengths
-from jaxfb.losses.kl import kl_in_reward
+from jaxfb.losses.kl import AdaptiveKL, kl_in_reward
 from jaxfb.losses.surrogates import make_surrogate
 from jaxfb.mesh import with_context
 from jaxfb.models.adapted import LoRA
@@ -337,6 +337,7 @@ REFUSED = [
     section("quickstart", "optimizer", weight_decay_initial=0.5, weight_decay_ramp="constant"),
     section("quickstart", "optimizer", weight_decay=-1.0),
     section("grpo_arithmetic", "task", operations="+/"),
+    section("grpo_arithmetic", "task", operations="+-+"),
     section("grpo_arithmetic", "task", template="chatmll"),
     section("grpo_arithmetic", "task", template="no such"),
     section("grpo_arithmetic", "rollout", importance_cap=2.0, log_probs="sampler"),
@@ -485,6 +486,7 @@ REFUSED = [
     (make_surrogate, dict(name="kl_cov")),
     (make_surrogate, dict(name="ppoo")),
     (reward, dict(estimator="k3+")),
+    (lambda horizon: AdaptiveKL(0.1, 1.0, horizon).updated(1.0, 128), dict(horizon=20)),
     (arithmetic, dict(held_out=100)),
     # drawing and processes
     (drawn, dict(path="picture.gif")),

@@ -109,6 +109,7 @@ BAD_SETTINGS = [
     ({"reward": {"kl_coef": 0.1, "kl_estimator": "k3+"}}, "reward.kl_estimator='k3.' .*did you mean k3"),
     ({"policy": {"kl_estimator": "k4"}}, r"policy.kl_estimator='k4' must be one of k1, k2, k3, abs, k1\+"),
     ({"reward": {"target": 0.1}}, "target=0.1 steers kl_coef, which is 0 .*reward.kl_coef=0.001"),
+    ({"reward": {"kl_coef": 0.1, "target": 0.1, "horizon": 3}}, "horizon=3 must be .* use reward.horizon=4 or more"),
     ({"rollout": {"top_k": 258}}, "top_k=258 must be from 1 to the 257 tokens there are; use rollout.top_k=50"),
     ({"policy": {"options": {"clip_low": "a"}}}, "clip_low='a' must be in"),
     ({"policy": {"options": {"clip": 0.1}}}, "it has clip_low, clip_high, dual_clip"),

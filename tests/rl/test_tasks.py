@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from jaxfb.config.policy import TaskConfig
 from jaxfb.rl.experience import on_last_token
-from jaxfb.rl.tasks import Arithmetic, Problem
+from jaxfb.rl.tasks import LISTED, Arithmetic, Problem
 
 
 def test_arithmetic_is_right_and_held_out_problems_are_apart():
@@ -19,8 +20,17 @@ def test_arithmetic_is_right_and_held_out_problems_are_apart():
 def test_only_the_exact_answer_is_rewarded():
     task, problem = Arithmetic(), Problem("47+85=", "132")
     assert [task.reward(problem, text) for text in ("132", "132 ", "13", "")] == [1, 0, 0, 0]
-    with pytest.raises(ValueError, match="leaves none of the 100 problems"):
+
+
+def test_a_problem_is_left_to_train_on_and_listed_once():
+    assert len(Arithmetic(digits=1, num_held_out=99).train) == 1
+    with pytest.raises(ValueError, match="leaves none of the 100 problems to train on; use at most 99"):
         _ = Arithmetic(digits=1, num_held_out=100).train
+    with pytest.raises(ValueError, match=r"leaves none of the \d+ problems .* use at most \d+"):
+        _ = Arithmetic(digits=9, num_held_out=LISTED).train
+    for make in (Arithmetic, TaskConfig):
+        with pytest.raises(ValueError, match=r"operations='\+-\+' gives an operation twice; use '\+-'"):
+            make(operations="+-+")
 
 
 def test_the_reward_of_a_row_is_on_its_last_counted_token():
