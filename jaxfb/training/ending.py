@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from jaxfb.config.sections import LENGTHS
 from jaxfb.display import duration
 from jaxfb.training.run_dir import RunDirectory
 
@@ -52,3 +53,11 @@ def _updates(summary: Mapping[str, Any]) -> str:
     done, before = summary["updates"], summary["updates_before"]
     counted = f"{done} update{'s' * (done != 1)}"
     return f"{counted}, the last {done - before} of them" if 0 < before < done else counted
+
+
+def length_key(config: Any) -> str:
+    """Returns the key that sets how long a run of this config is."""
+    if hasattr(config, "rollout"):
+        return "rollout.rollouts"
+    keys = ((section, name) for section in ("run", "batch") for name in LENGTHS)
+    return next(f"{s}.{name}" for s, name in keys if getattr(getattr(config, s), name, None) is not None)

@@ -25,7 +25,7 @@ from jaxfb.registry import attribute_of
 from jaxfb.training.agreement import what_runs
 from jaxfb.training.compile_cache import use_compile_cache
 from jaxfb.training.disk import bytes_of, lack_of_space
-from jaxfb.training.ending import after_failures, after_fault, what_is_saved
+from jaxfb.training.ending import after_failures, after_fault, length_key, what_is_saved
 from jaxfb.training.guard import DeviceFault, GuardAbort, NonFiniteAbort
 from jaxfb.training.guards import Guards, Spike
 from jaxfb.training.hosts import Hosts
@@ -104,7 +104,7 @@ def _run(
         hosts.advise(lambda: _after_a_loss(directory, directory.newest_update()))
         config = with_mesh(config, hosts, directory if start.resume else None)
         if not start.fresh and (summary := hosts.first(lambda: directory.finished(config))):
-            return _already_finished(hosts, directory, summary["updates"], summary)
+            return _already_finished(hosts, directory, config, summary["updates"], summary)
         hosts.first(lambda: claim(directory, lock, config, start.resume, start.fresh))
         use_compile_cache()
         attribute_of(*_CHECK_HOST)(config, hosts.say)
@@ -144,7 +144,7 @@ class _Loop:
             run_.resume(start.allow_changes)
         hosts.agree("what they resume from", lambda: {"update": run_.done})
         if run_.finished:
-            return _already_finished(hosts, run_.directory, run_.done, None)
+            return _already_finished(hosts, run_.directory, run_.config, run_.done, None)
         _check_stop(run_.config.run.stop_at, run_.done)
         plan, tokenizer = self._work.to_dict(), self._work.tokenizer
         hosts.first(lambda: run_.directory.create(run_.config, plan, tokenizer, run_.done))
@@ -389,10 +389,13 @@ def _after_a_loss(directory: RunDirectory, newest: int | None) -> str:
     return f"update {newest} is saved: start the run again with --resume"
 
 
-def _already_finished(hosts: Hosts, directory: RunDirectory, updates: int, summary: dict | None) -> Result:
+def _already_finished(
+    hosts: Hosts, directory: RunDirectory, config: Any, updates: int, summary: dict | None
+) -> Result:
     hosts.say(
-        f"{directory.path} is finished: {updates} updates. To train it longer, resume it with a larger run.updates; to "
-        "start over, run it fresh (--resume and --fresh, or resume=True and fresh=True of Trainer.train)"
+        f"{directory.path} is finished: {updates} update{'s' * (updates != 1)}. To train it longer, resume it with a "
+        f"larger {length_key(config)}; to start over, run it fresh (--resume and --fresh, or resume=True and "
+        "fresh=True of Trainer.train)"
     )
     return Result("finished", directory.path, updates, (summary or {}).get("metrics", {}), summary)
 

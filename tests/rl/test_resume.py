@@ -20,6 +20,7 @@ from jaxfb.metrics import read_jsonl
 from jaxfb.rl.preference import make_preference_work
 from jaxfb.rl.supervised import make_supervised_work
 from jaxfb.training.changes import check_changes
+from jaxfb.training.ending import length_key
 from jaxfb.training.guard import NonFiniteAbort
 from jaxfb.training.run_lock import RunLock
 
@@ -59,6 +60,19 @@ def template(tmp_path_factory):
 @pytest.fixture
 def stopped(template, tmp_path):
     return Path(shutil.copytree(template / "run", tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    "name, key",
+    [
+        ("quickstart", "run.updates"),
+        ("sft", "batch.epochs"),
+        ("dpo", "batch.epochs"),
+        ("grpo_arithmetic", "rollout.rollouts"),
+    ],
+)
+def test_a_finished_run_is_made_longer_by_its_own_key(name, key):
+    assert length_key(load_config(name)) == key
 
 
 @pytest.mark.slow
@@ -154,7 +168,11 @@ def test_without_held_out_pairs_nothing_of_them_is_saved(pairs):
 @pytest.mark.slow
 def test_without_held_out_pairs_a_run_ends_and_resumes(pairs, capsys):
     keys = ["preferences.held_out_path=null", "preferences.held_out_fraction=0.0"]
-    assert main(["dpo", "dpo.yaml", "batch.updates=1", *keys]) == 0
+    for _ in range(2):
+        assert main(["dpo", "dpo.yaml", "batch.updates=1", *keys]) == 0
+    assert "run is finished: 1 update. To train it longer, resume it with a larger batch.updates" in (
+        capsys.readouterr().out
+    )
     assert main(["dpo", "dpo.yaml", "--resume", *keys]) == 0
     assert [record["step"] for record in read_jsonl("run/metrics.jsonl") if "loss" in record] == [1, 2]
 
