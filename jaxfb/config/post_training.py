@@ -215,6 +215,8 @@ class PostEvalConfig:
 class PostTrainingConfig(CommonConfig):
     """Settings of every kind of post-training; `model` sizes are those of `start.run` where one is given.
 
+    Its label_smoothing, z_loss and mtp_depth are of the loss of tokens, which dpo and rl (but its warm start) replace.
+
     lora:     low-rank adapters to train in place of the model's own parameters; null: none.
     """
 
@@ -256,6 +258,17 @@ class DPOConfig(PostTrainingConfig):
 
     preferences: PreferencesConfig
     batch: UpdatesConfig
+
+    def __post_init__(self):
+        super().__post_init__()
+        for purpose in ("train", "eval", "logprob_ref"):
+            if getattr(getattr(self.plans, purpose), "packing", False):
+                key = f"plans.{purpose}.packing"
+                raise Refused(
+                    f"[preferences] {key}=true packs rows of one conversation, but a row of preferences is packed "
+                    f"already: it holds both of its pair; use {key}=false",
+                    [{key: False}],
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ rows and a pair is never torn. The reference is the policy at the start; its log
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -109,9 +110,28 @@ def make_preference_work(config: DPOConfig) -> PreferenceWork:
     check_table("preferences", len(train) + len(held_out), length)
     dtype = np.float64 if config.precision.compute_dtype == "float64" else np.float32
     rows = [pair_rows(sides, length, dtype) for sides in encoded]
+    check_answers(rows[0], section.path)
     loss = PreferenceLoss(section.kind, section.beta, section.label_smoothing)
     model = policy_loss_fn(base.model, loss)
     return work_on(PreferenceWork, base, rows[0], rows[1], model, ("logprob_ref",))
+
+
+def check_answers(rows: Rows, path: str) -> None:
+    """Warns of pairs without a token of one of their answers, which weigh nothing, and refuses to train on those alone.
+
+    Only truncation makes such pairs.
+    """
+    answered = [((rows["segments"] == side) & (rows["loss_mask"] != 0)).any(1) for side in (1, 2)]
+    number, lost = count(rows), int((~(answered[0] & answered[1])).sum())
+    cut = f"{lost} of {number} pairs have no token of an answer among the first {rows['tokens'].shape[1] // 2} of each"
+    if lost and lost == number:
+        raise Refused(
+            f"[preferences] nothing is learned from {path}: {cut}; use a larger preferences.sequence_length"
+        )
+    if lost:
+        warnings.warn(
+            f"[preferences] {cut}, and weigh nothing; use a larger preferences.sequence_length", stacklevel=3
+        )
 
 
 def pair_rows(sides: Sequence[tuple[list, list]], length: int, dtype: type) -> Rows:

@@ -201,6 +201,7 @@ def make_base(config: Kind) -> Base[Kind]:
     mesh = make_mesh(**vars(config.mesh))
     check_optimizer(config, _length(config))
     check_run(config)
+    check_head(config)
     tokenizer = tokenizer_of(config)
     sizes = built_in(model_sizes(config, tokenizer.vocab_size), *POST_TRAINING)
     check_model(sizes, mesh, least_bytes(config))
@@ -228,6 +229,24 @@ def check_run(config: PostTrainingConfig) -> None:
         raise Refused(
             f"[start] there is no run {run} to start from; train it first, or give another start.run"
         )
+
+
+def check_head(config: PostTrainingConfig) -> None:
+    """Refuses settings of the loss of tokens where another loss takes its place, so that they would do nothing.
+
+    Those of a run or of files to start from are left: they were learnt with another loss.
+    """
+    warm = isinstance(config, RLConfig) and config.warm_start.updates
+    if config.model is None or isinstance(config, SFTConfig) or warm:
+        return
+    sized = ("mtp_depth",) if config.model.from_ is None else ()
+    for name in ("z_loss", "label_smoothing", *sized):
+        if value := getattr(config.model, name):
+            raise Refused(
+                f"[model] {name}={value} is of the loss of pretraining and of sft, which neither dpo nor rl computes; "
+                f"use model.{name}=0",
+                [{f"model.{name}": 0}],
+            )
 
 
 def _length_key(config: PostTrainingConfig) -> str:

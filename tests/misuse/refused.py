@@ -47,6 +47,7 @@ from jaxfb.pretrained.peft import _check_config as peft_config
 from jaxfb.recomputation import check_gathered_layers, check_remat_layers
 from jaxfb.rl.advice import changed
 from jaxfb.rl.sampler import Sampler
+from jaxfb.rl.start import check_head
 from jaxfb.rl.supervised import row_length
 from jaxfb.rl.tasks import Arithmetic
 from jaxfb.schedules import KINDS, make
@@ -57,6 +58,7 @@ from jaxfb.training.machine import check_continuation
 from jaxfb.training.setup import model_sizes
 from tests.data.test_loader import numbered_rows
 from tests.rl.test_checks import plan_of, with_
+from tests.rl.test_policy import TINY
 
 FILES = tempfile.TemporaryDirectory()  # removed at the end of the process
 SIZES = dict(vocab_size=32, num_layers=2, hidden_size=16, num_heads=4)
@@ -94,6 +96,10 @@ def own_config(**keys):
 
 def policy_plans(**keys):
     return plan_of(changed(with_(), keys))
+
+
+def without_tokens(**keys):
+    return check_head(changed(jaxfb.load_config("dpo"), {"start.run": None, "model": TINY["model"], **keys}))
 
 
 def width(context=1):
@@ -354,6 +360,9 @@ REFUSED = [
     section("quickstart", "parallel", layers_per_stage=()),
     (CutConfig, dict(max_tokens_per_microbatch=64, widths=())),
     config("sft", start__run="runs/other"),
+    *(config("dpo", **{f"plans__{name}__packing": True}) for name in ("train", "logprob_ref")),
+    *((without_tokens, {f"model.{name}": 1}) for name in ("z_loss", "mtp_depth")),
+    (without_tokens, {"model.label_smoothing": 0.1}),
     config("quickstart", schedule="1f1b"),
     section("quickstart", "guard", spike_window=1),
     config("quickstart", guard__spikes="rollback", checkpoint__every=None),

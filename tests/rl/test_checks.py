@@ -16,7 +16,7 @@ from jaxfb.losses.kl import KL_ESTIMATORS
 from jaxfb.rl.advice import changed, planned
 from jaxfb.rl.policy import _rollout_plan, make_policy_work
 from jaxfb.rl.resume import refuse_other_rollout
-from jaxfb.rl.start import make_base
+from jaxfb.rl.start import check_head, make_base
 from jaxfb.rl.tasks import Arithmetic, BadJudgement, Problem, Response, checked_reward
 from jaxfb.training.changes import changes_between
 from tests.rl.test_policy import PPO, TINY
@@ -121,6 +121,15 @@ BAD_SETTINGS = [
 def test_settings_are_refused_before_anything_is_computed(changes, message):
     with pytest.raises(ValueError, match=message):
         make_policy_work(with_(changes))
+
+
+def test_settings_of_the_loss_of_tokens_are_refused_where_it_is_not_computed():
+    for name in ("z_loss", "label_smoothing", "mtp_depth"):
+        fresh = with_({"model": {name: 1 if name == "mtp_depth" else 0.1}})
+        with pytest.raises(ValueError, match=rf"\[model\] {name}=.* use model.{name}=0"):
+            make_base(fresh)
+        check_head(changed(fresh, {"warm_start.updates": 1}))
+        check_head(changed(fresh, {"model": None, "start.run": "runs/other"}))
 
 
 class Own:

@@ -166,6 +166,31 @@ def test_an_update_in_two_programs_is_the_same(tmp_path, mesh, train):
     assert record["forward_backward_seconds"] > 0 and record["optimizer_seconds"] > 0
 
 
+def test_pairs_that_are_cut_before_an_answer_are_counted_and_not_trained_on_alone(tmp_path):
+    lines = [{"prompt": "?" * size, "chosen": "1", "rejected": "2"} for size in (60, 61, 3)]
+    made = lambda kept: make_preference_work(load_config(write(tmp_path / kept, pairs)))  # noqa: E731
+    file = tmp_path / "pairs.jsonl"
+    pairs = {"preferences": {**ROWS, "path": str(file), "held_out_fraction": 0.0, "truncate": True}}
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.warns(
+        UserWarning, match="2 of 3 pairs have no token of an answer among the first 48 .* weigh nothing"
+    ):
+        made("some")
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines[:2]))
+    with pytest.raises(
+        ValueError, match="nothing is learned from .*: 2 of 2 pairs .*preferences.sequence_length"
+    ):
+        made("none")
+
+
+def test_packing_of_pairs_is_refused_when_the_config_is_read(tmp_path):
+    plans = {**BASE["plans"], "train": PACKED}
+    with pytest.raises(
+        ValueError, match="plans.train.packing=true packs rows .* use plans.train.packing=false"
+    ):
+        load_config(write(tmp_path, DPO, plans=plans))
+
+
 @pytest.mark.slow
 def test_the_first_preference_loss_is_log_2(tmp_path):
     work = make_preference_work(load_config(write(tmp_path, DPO)))
