@@ -5,7 +5,8 @@ rows are split into updates and microbatches, so that no loss ever has to look a
 
 Shapes: R = rows of the rollout, S = tokens of a row; everything numpy, float64. A mask is not 0 where a token counts;
 what masked slots hold is inert. Outcome estimators take one reward a row and return advantages [R, S], 0 where the
-mask is 0.
+mask is 0. Other shapes are refused. A reward that is not finite makes the advantages of its group so, and the update
+that reads them is skipped by the step.
 """
 
 from __future__ import annotations
@@ -45,10 +46,11 @@ def gae(
       gamma, lam: discount and trace decay, per counted token, in [0, 1].
       whitened: advantages get mean 0 and variance 1 over the whole rollout.
     Raises:
-      ValueError: gamma or lam is out of range, or there is nothing to whiten.
+      ValueError: gamma or lam is out of range, a shape is another, or there is nothing to whiten.
     """
     check_share("gae", 1.0, gamma=gamma, lam=lam)
-    counted = np.asarray(mask) != 0
+    counted = _counted(mask)
+    _check_like(counted, rewards=rewards, values=values)
     rewards, values = (np.where(counted, x, 0.0).astype(np.float64) for x in (rewards, values))
     advantages = np.zeros_like(values)
     next_value, following = np.zeros(len(values)), np.zeros(len(values))
@@ -106,7 +108,7 @@ def opo(rewards: np.ndarray, groups: np.ndarray, mask: np.ndarray) -> np.ndarray
     (arXiv:2505.23585).
     """
     rewards = np.asarray(rewards, np.float64)
-    lengths, baselines = (np.asarray(mask) != 0).sum(1), np.zeros_like(rewards)
+    lengths, baselines = _counted(mask).sum(1), np.zeros_like(rewards)
     for members in group_members(groups, rewards):
         if len(members) > 1 and lengths[members].sum():
             baselines[members] = np.average(rewards[members], weights=lengths[members])
@@ -160,9 +162,10 @@ def whiten(values: np.ndarray, mask: np.ndarray, *, shift_mean: bool = True) -> 
     The variance is that of a sample (ddof 1). shift_mean=False adds the mean again.
 
     Raises:
-      ValueError: fewer than two slots count.
+      ValueError: fewer than two slots count, or the shapes differ.
     """
     counted = np.asarray(mask) != 0
+    _check_like(counted, values=values)
     if counted.sum() < 2:
         raise Refused(
             f"[advantages] whitening needs 2 counted tokens, got {counted.sum()}: check the response mask, or "
@@ -194,4 +197,29 @@ def group_members(groups: np.ndarray, rewards: np.ndarray) -> list[np.ndarray]:
 
 def on_tokens(per_row: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """Puts float[R] on every counted token: float64[R, S]."""
-    return np.where(np.asarray(mask) != 0, np.asarray(per_row, np.float64)[:, None], 0.0)
+    counted = _counted(mask)
+    if np.shape(per_row) != counted.shape[:1]:
+        raise Refused(
+            f"[advantages] one number a row is needed, got the shape {np.shape(per_row)} for a mask {counted.shape}; "
+            "sum rewards per token over each row first"
+        )
+    return np.where(counted, np.asarray(per_row, np.float64)[:, None], 0.0)
+
+
+def _counted(mask: np.ndarray) -> np.ndarray:
+    """Returns bool[R, S], where the mask counts a token."""
+    if np.ndim(mask) != 2:
+        raise Refused(
+            f"[advantages] mask must be [rows, tokens], got the shape {np.shape(mask)}; for one row use mask[None]"
+        )
+    return np.asarray(mask) != 0
+
+
+def _check_like(mask: np.ndarray, **arrays: np.ndarray) -> None:
+    """Refuses arrays that have not the mask's shape, which would be broadcast to it or fail far from here."""
+    for name, array in arrays.items():
+        if np.shape(array) != mask.shape:
+            raise Refused(
+                f"[advantages] {name} must have the mask's shape {mask.shape}, got {np.shape(array)}; give a number "
+                "at each token"
+            )

@@ -57,7 +57,7 @@ class DistillationLoss:
     def of_top(self, log_probs: jax.Array, teacher_ids: jax.Array, microbatch: Mapping) -> LossOutput:
         """Computes the loss from the student's log-probs of the teacher's tokens, float[rows, seq, K]."""
         there = (teacher_ids != -1) & (microbatch["loss_mask"] != 0)[..., None]
-        teacher = jnp.where(there, microbatch_leaf(microbatch, "teacher_log_probs"), -jnp.inf)
+        teacher = jnp.where(there, microbatch_leaf(microbatch, "teacher_log_probs", 3), -jnp.inf)
         student = jnp.where(there, log_probs, -jnp.inf)
         mass = jnp.exp(student).sum(-1)
         kl = self._sum(teacher, student, there)
@@ -105,7 +105,7 @@ def distillation_loss_fn(
         if "teacher_ids" in microbatch:
             ids = microbatch["teacher_ids"]
             return loss.of_top(token_log_probs(*factors, ids, mask, **how).log_probs, ids, microbatch)
-        teacher = microbatch_leaf(microbatch, "teacher_log_probs")
+        teacher = microbatch_leaf(microbatch, "teacher_log_probs", 3)
         kl = full_kl(*factors, teacher, mask, reverse=loss.direction == "reverse", **how)
         return loss.of_kl(kl, microbatch)
 

@@ -20,7 +20,7 @@ from jax import lax
 
 from jaxfb.losses.aggregation import aggregate, check_aggregation
 from jaxfb.losses.kl import check_kl_estimator, kl_penalty
-from jaxfb.losses.sequences import Sequences
+from jaxfb.losses.sequences import Sequences, check_per_token
 from jaxfb.losses.settings import check_finite, check_not_negative
 from jaxfb.losses.surrogates import PPOClip, clamped_log_ratio
 from jaxfb.refusal import Refused, boolean, function
@@ -60,7 +60,7 @@ class PolicyLoss:
       and what the surrogate adds, such as clip_fraction.
 
     Raises:
-      ValueError: a setting out of range; when traced, a leaf missing.
+      ValueError: a setting out of range; when traced, a leaf that is missing or not [rows, seq].
     """
 
     surrogate: Callable[..., Any] = field(default_factory=PPOClip)
@@ -129,10 +129,13 @@ def _metrics(tokens: PolicyTokens, entropy: jax.Array, sequences: Sequences) -> 
     }
 
 
-def microbatch_leaf(microbatch: Mapping, name: str) -> jax.Array:
-    """Returns microbatch[name]; raises ValueError where it is missing."""
+def microbatch_leaf(microbatch: Mapping, name: str, dims: int = 2) -> jax.Array:
+    """Returns microbatch[name]; raises ValueError where it is missing or not [rows, seq], of `dims` dims."""
     if name not in microbatch:
         raise Refused(
             f"[loss] the loss reads the leaf {name!r} [rows, seq], the microbatch has {', '.join(microbatch)}"
         )
+    mask = microbatch["loss_mask"]
+    check_per_token("loss_mask", mask, mask)
+    check_per_token(name, microbatch[name], mask, dims)
     return microbatch[name]

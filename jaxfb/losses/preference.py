@@ -55,7 +55,7 @@ class PreferenceLoss:
     accuracy (share of pairs with c - c_ref > r - r_ref), reward_chosen, reward_rejected (beta * (c - c_ref), ...)
     and reward_margin.
     Raises:
-      ValueError: a setting out of range; when traced, a leaf missing.
+      ValueError: a setting out of range; when traced, a leaf that is missing or not [rows, seq].
     """
 
     kind: str = "sigmoid"

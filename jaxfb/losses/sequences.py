@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfb.parallel.context import AXIS, size_here
+from jaxfb.refusal import Refused
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,15 @@ class Sequences:
 
     @classmethod
     def of(cls, microbatch: Mapping[str, jax.Array]) -> Sequences:
-        """Makes sequences from the leaves `loss_mask` and, if present, `segments`."""
+        """Makes sequences from the leaves `loss_mask` and, if present, `segments`.
+
+        Raises:
+          ValueError: one of them is not [rows, seq].
+        """
         mask = microbatch["loss_mask"]
+        for name in ("loss_mask", "segments"):
+            if name in microbatch:
+                check_per_token(name, microbatch[name], mask)
         return cls(mask.astype(jnp.promote_types(mask.dtype, jnp.float32)), microbatch.get("segments"))
 
     def where_counted(self, x: jax.Array) -> jax.Array:
@@ -93,6 +101,18 @@ class Sequences:
         if self.segments is None:
             return jnp.broadcast_to(sums, self.mask.shape)
         return jnp.take_along_axis(sums, ranks(self.segments), axis=1)
+
+
+def check_per_token(name: str, leaf: jax.Array, mask: jax.Array, dims: int = 2) -> None:
+    """Refuses a leaf of a microbatch that does not begin with [rows, seq] as the mask does, or has other dims."""
+    shape, wanted = jnp.shape(leaf), jnp.shape(mask)
+    if len(shape) != dims or shape[:2] != wanted:
+        like = "" if name == "loss_mask" else f", as loss_mask is with {wanted}"
+        form = ", ".join(["rows", "seq", *["..."] * (dims - 2)])
+        raise Refused(
+            f"[loss] the leaf {name!r} must be [{form}]{like}, got the shape {shape}; a value of a row is to be given "
+            "at each of its tokens"
+        )
 
 
 def ranks(segments: jax.Array) -> jax.Array:

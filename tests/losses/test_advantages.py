@@ -93,3 +93,25 @@ def test_whitening_needs_two_tokens(mask, count):
 def test_rewards_per_token_are_refused_where_one_a_row_is_meant():
     with pytest.raises(ValueError, match="one reward and one group a row"):
         adv.grpo(np.ones((2, 3)), np.zeros(2), np.ones((2, 3)))
+
+
+MASK, ROW = np.ones((4, 3)), np.ones(4)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: adv.gae(MASK, MASK[:, :1], MASK), r"values must have the mask's shape \(4, 3\), got \(4, 1\)"),
+        (lambda: adv.gae(ROW, ROW, ROW), r"mask must be \[rows, tokens\], got the shape \(4,\)"),
+        (lambda: adv.gae(ROW, MASK, MASK), r"rewards must have the mask's shape"),
+        (lambda: adv.whiten(ROW, MASK), r"values must have the mask's shape \(4, 3\), got \(4,\)"),
+        (lambda: adv.grpo(ROW, ROW, ROW), r"mask must be \[rows, tokens\]"),
+        (lambda: adv.opo(ROW, ROW, ROW), r"mask must be \[rows, tokens\]"),
+        (lambda: adv.rloo(ROW, ROW, MASK[:3]), r"one number a row is needed, got the shape \(4,\) for a mask \(3, 3\)"),
+        (lambda: adv.remax(MASK, MASK, MASK), r"one number a row is needed, got the shape \(4, 3\)"),
+        (lambda: adv.reinforce_plus_plus(ROW, MASK), r"rewards must have the mask's shape"),
+    ],
+)  # fmt: skip
+def test_other_shapes_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

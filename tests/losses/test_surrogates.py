@@ -129,3 +129,15 @@ def test_names_and_settings_that_do_not_exist_are_refused():
         make_surrogate("ppo", clip_low=1.2)
     with pytest.raises(ValueError, match="reads the leaf 'old_log_probs'"):
         PolicyLoss()(jnp.zeros((1, 2)), jnp.zeros((1, 2)), {"loss_mask": jnp.ones((1, 2))})
+
+
+@pytest.mark.parametrize("name, leaf", [("advantages", (2,)), ("advantages", (2, 1)), ("segments", (2,))])
+def test_a_leaf_that_is_not_per_token_is_refused_by_name(name, leaf):
+    leaves = {"loss_mask": (2, 2), "old_log_probs": (2, 2), "advantages": (2, 2)}
+    microbatch = {name: jnp.ones(shape) for name, shape in leaves.items()}
+    PolicyLoss()(jnp.zeros((2, 2)), jnp.zeros((2, 2)), microbatch)
+    said = rf"'{name}' must be \[rows, seq\], as loss_mask is with \(2, 2\), got the shape \({leaf[0]},"
+    with pytest.raises(ValueError, match=said):
+        PolicyLoss()(jnp.zeros((2, 2)), jnp.zeros((2, 2)), microbatch | {name: jnp.ones(leaf, int)})
+    with pytest.raises(ValueError, match=r"'loss_mask' must be \[rows, seq\], got the shape \(2,\)"):
+        PolicyLoss()(jnp.zeros((2, 2)), jnp.zeros((2, 2)), microbatch | {"loss_mask": jnp.ones(2)})
