@@ -116,16 +116,17 @@ def check_per_token(name: str, leaf: jax.Array, mask: jax.Array, dims: int = 2) 
 
 
 def ranks(segments: jax.Array) -> jax.Array:
-    """Returns the rank of each number among the different ones of its row, 0 for 0 and 1.. for the others:
+    """Returns the rank of each number among the different positive ones of its row, from 1, and 0 for the others:
     i32[rows, seq].
 
     Numbers 1.. without a gap are their own ranks. Under a context axis the row is the whole one.
     """
     whole = segments if size_here() == 1 else lax.all_gather(segments, AXIS, axis=1, tiled=True)
     order = jnp.argsort(whole, axis=1)
-    rises = jnp.diff(jnp.take_along_axis(whole, order, axis=1), axis=1, prepend=0) != 0
+    ordered = jnp.take_along_axis(whole, order, axis=1)
+    is_new = (jnp.diff(ordered, axis=1, prepend=0) != 0) & (ordered > 0)
     rows = jnp.arange(whole.shape[0])[:, None]
-    found = jnp.zeros(whole.shape, jnp.int32).at[rows, order].set(jnp.cumsum(rises, axis=1, dtype=jnp.int32))
+    found = jnp.zeros(whole.shape, jnp.int32).at[rows, order].set(jnp.cumsum(is_new, axis=1, dtype=jnp.int32))
     if size_here() == 1:
         return found
     length = segments.shape[1]

@@ -126,7 +126,8 @@ def check_answers(rows: Rows, path: str) -> None:
     cut = f"{lost} of {number} pairs have no token of an answer among the first {rows['tokens'].shape[1] // 2} of each"
     if lost and lost == number:
         raise Refused(
-            f"[preferences] nothing is learned from {path}: {cut}; use a larger preferences.sequence_length"
+            f"[preferences] nothing is learned from {path}: {cut}; give shorter prompts, or a larger "
+            "preferences.sequence_length"
         )
     if lost:
         warnings.warn(

@@ -88,7 +88,7 @@ def test_a_sequence_may_have_any_number_in_its_row(numbers):
 
 
 def test_ranks_are_those_of_the_whole_row_also_where_a_context_axis_cuts_it():
-    segments = np.array([[3, 3, 900, 0, 7, 7, 3, 0], [1, 1, 2, 2, 3, 3, 0, 0], [5, 6, 7, 8, 9, 10, 11, 12]])
+    segments = np.array([[3, 3, 900, 0, 7, 7, 3, -1], [1, 1, 2, 2, 3, 3, 0, 0], [5, 6, 7, 8, 9, 10, 11, 12]])
     expected = [[1, 1, 3, 0, 2, 2, 1, 0], [1, 1, 2, 2, 3, 3, 0, 0], [1, 2, 3, 4, 5, 6, 7, 8]]
     np.testing.assert_array_equal(ranks(jnp.array(segments)), expected)
     mesh = make_mesh(context=2, devices=jax.devices()[:2])
