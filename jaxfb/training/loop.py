@@ -223,6 +223,7 @@ class _Loop:
         else:
             self._update(number, batch)
         self._undo.forget()
+        run_.note_saved()
         # asked on every process and after every update: it meets the others where there are several
         ends = self._interrupt.is_due(run_.done) or run_.stopped is not None
         evaluates, locally = run_.is_due("eval"), run_.is_due_locally()

@@ -5,11 +5,13 @@ config.until-<update>.yaml                the config of before, where a run went
 metrics.jsonl checkpoints/<update>/       what happened
 summary.json loss.png sample.txt          what came of it
 .identity                                 a name for what lies on the hosts' own disks
+.saved                                    left once a checkpoint is complete, so that lost ones are missed
 .lock                                     while a run writes here (`jaxfb.training.run_lock`)
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -68,6 +70,7 @@ class RunDirectory:
     _config = _inside("config.yaml")
     _identity = _inside(".identity")
     _marked = _inside(".shared")
+    _saved = _inside(".saved")
 
     def contents(self) -> list[str]:
         """Returns names of what lies in it, directories with a slash; hidden files are left out."""
@@ -134,12 +137,48 @@ class RunDirectory:
             if path.name.isdecimal() and step_of(path) is None:
                 raise ConfigError(f"[run] {path} is named like a checkpoint but is not one; move it away")
 
+    def note_saved(self) -> bool:
+        """Notes that a checkpoint was completed here, for `refuse_lost`; returns whether that is noted now."""
+        if self.newest_update() is None:
+            return False
+        with contextlib.suppress(OSError):  # such as a full disk, which ends no run that can still save
+            self._saved.touch()
+        return self._saved.exists()
+
+    def refuse_dangling(self) -> None:
+        """Refuses checkpoints behind a symbolic link to nothing, such as a disk that is not mounted.
+
+        Raises:
+          ConfigError: no checkpoint could be read or written there.
+        """
+        if self.checkpoints.is_symlink() and not self.checkpoints.exists():
+            raise ConfigError(
+                f"[run] {self.checkpoints} is a symbolic link to {os.readlink(self.checkpoints)}, which is not there; "
+                "mount or restore that, start over with --fresh (what is here is moved aside), or choose another "
+                "run.dir"
+            )
+
+    def refuse_lost(self) -> None:
+        """Refuses to begin at update 0 where a run was saved whose checkpoints are gone: its records would be erased.
+
+        Raises:
+          ConfigError: there is no checkpoint, though one was completed here.
+        """
+        self.refuse_dangling()
+        if self.newest_update() is None and self.is_run() and (self._saved.exists() or self.summary.exists()):
+            raise ConfigError(
+                f"[run] dir={self.path} contains the records of a run that was saved, but {self.checkpoints} has no "
+                "checkpoint any more; put its checkpoints back, start over with --fresh (what is here is moved aside), "
+                "or choose another run.dir"
+            )
+
     def refuse_unless_free(self) -> None:
         """Refuses a directory with a saved run, or with files that no run has written.
 
         Raises:
-          ConfigError: it holds checkpoints, or such files.
+          ConfigError: it holds checkpoints, the records of a run that had some, or such files.
         """
+        self.refuse_lost()
         newest = self.newest_update()
         if newest is not None:
             raise ConfigError(

@@ -171,7 +171,9 @@ def claim(directory: RunDirectory, lock: RunLock, config: Any, resume: bool, fre
     lock.acquire()
     if fresh:
         directory.refuse_unless_run()
-    elif not resume:
+    elif resume:
+        directory.refuse_dangling()
+    else:
         directory.refuse_unless_free()
 
 

@@ -98,6 +98,7 @@ class Run(AbstractContextManager["Run"]):
         self.kept: dict[str, Any] = {}
         self._local: LocalTier | None = None
         self._saved: int | None = None
+        self._noted = False  # in the run directory, that there are checkpoints
         self._evaluated_at: int | None = None
 
     @property
@@ -152,10 +153,12 @@ class Run(AbstractContextManager["Run"]):
         Args:
           allow_changes: accept a config that gives the saved parameters or rows another meaning.
         Raises:
-          ValueError: the checkpoint is of another model, optimizer or seed, or would continue with other rows.
+          ValueError: the checkpoint is of another model, optimizer or seed, or would continue with other rows; or the
+            checkpoints of a saved run are gone.
         """
         found = self._resume_local(allow_changes)
         if found is None and self.directory.newest_update() is None:
+            self.directory.refuse_lost()
             return
         state, record = found or self._resume_saved(allow_changes)
         if changes := listing(changes_between(record["config"], self.config)):
@@ -319,6 +322,12 @@ class Run(AbstractContextManager["Run"]):
         """Returns when the last save is on the disk; CannotWrite if it failed."""
         with self.phases("saving"):
             self._store.wait()
+            self.note_saved()
+
+    def note_saved(self) -> None:
+        """Notes in the run directory that it has checkpoints, as soon as the first one is complete."""
+        if self._saved is not None and not self._noted and jax.process_index() == 0:
+            self._noted = self.directory.note_saved()
 
     @property
     def newest_saved(self) -> int | None:

@@ -144,6 +144,35 @@ def test_an_imported_model_is_not_resumed(stopped, capsys):
     assert "contains an imported model that was not trained yet" in refused(capsys, stopped, "--resume")
 
 
+def test_records_are_not_erased_where_the_checkpoints_are_gone(stopped, tmp_path, capsys):
+    """A disk that is not mounted, or `checkpoints` moved elsewhere, must not make --resume begin at update 0."""
+    (stopped / "checkpoints").rename(tmp_path / "elsewhere")
+    before = files(stopped)
+    assert before[".saved"]
+    for how in (["--resume"], ["--resume", "run.updates=9"], []):
+        said = refused(capsys, stopped, *how)
+        assert "put its checkpoints back, start over with --fresh" in said, said
+    (stopped / "checkpoints").symlink_to(tmp_path / "not_mounted")
+    for how in (["--resume"], []):
+        assert f"is a symbolic link to {tmp_path / 'not_mounted'}, which is not" in refused(
+            capsys, stopped, *how
+        )
+    assert files(stopped) == before
+
+
+def test_a_run_that_was_never_saved_may_begin_again(stopped):
+    """It was killed before its first checkpoint; a finished one has lost its checkpoints even so."""
+    directory = RunDirectory(stopped)
+    shutil.rmtree(stopped / "checkpoints")
+    (stopped / ".saved").unlink()
+    assert not directory.note_saved()
+    directory.refuse_lost()
+    directory.refuse_unless_free()
+    directory.summary.write_text("{}")
+    with pytest.raises(ValueError, match="has no checkpoint any more"):
+        directory.refuse_lost()
+
+
 def test_other_head_counts_of_equal_shapes_are_refused(template, tmp_path, capsys):
     """Two heads of 8 and one of 16 have the same projections."""
     run = Path(shutil.copytree(template.parent / "run", tmp_path / "run"))
