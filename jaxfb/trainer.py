@@ -78,8 +78,8 @@ def train(
       model.rope_theta or text; without it that is refused.
     callbacks: called at every hook, after the trainer's own logging.
 
-    SIGINT and SIGTERM end it after the update in progress, saved. On several processes every one calls this. One
-    run at a time writes into a directory (`jaxfb.training.run_lock`), and a run that is refused changes no file there.
+    SIGINT, SIGTERM and SIGHUP end it after the update in progress, saved. On several processes every one calls this.
+    One run at a time writes into a directory (`jaxfb.training.run_lock`); one that is refused changes no file there.
 
     Raises:
       ValueError: an impossible size, a missing file, a saved run in run.dir or one that is in progress, a checkpoint

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from jaxfb.process.exit_codes import DONE, FAULTY, GAVE_UP, LOST, REFUSED, RESUMABLE, UNWRITTEN
 from jaxfb.process.loopback import free_port
+from jaxfb.process.signals import caught_here
 
 # after these another start would change nothing
 FINAL = (DONE, REFUSED, UNWRITTEN, RESUMABLE, GAVE_UP, FAULTY)
@@ -48,11 +49,11 @@ class Supervisor:
     def run(self) -> int:
         """Returns the exit code of the job: 0 only if every process of the last start ended with 0.
 
-        SIGTERM and SIGINT are passed on to every process; the job is then not started again.
+        SIGTERM, SIGINT and SIGHUP are passed on to every process; the job is then not started again.
         """
         self._children: list[subprocess.Popen] = []
         self._signalled = False
-        before = {number: signal.signal(number, self._pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+        before = {number: signal.signal(number, self._pass_on) for number in caught_here()}
         try:
             return self._supervise()
         finally:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -15,6 +16,7 @@ from jaxfb.cli.given import hosts_given
 from jaxfb.cli.memory import lacks_memory
 from jaxfb.cli.options import LAUNCHED
 from jaxfb.process.exit_codes import DONE, LOST, REFUSED, RESUMABLE
+from jaxfb.process.signals import caught_here
 from jaxfb.refusal import Refused
 
 
@@ -50,7 +52,9 @@ def launch(options) -> int:
 
 
 class _WhileRead:
-    """Passes text on to a stream until its reader is gone, as `head` is after some lines: training continues."""
+    """Passes text on to a stream until its reader is gone, as `head` is after some lines, or a closed terminal:
+    training continues.
+    """
 
     def __init__(self, stream: Any):
         self._stream = stream
@@ -72,9 +76,14 @@ class _WhileRead:
             return
         try:
             do()
-        except BrokenPipeError:
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
-            print("jaxfb: nobody reads the output any more; training continues without it", file=sys.stderr)
+            with suppress(OSError):
+                print(
+                    "jaxfb: nobody reads the output any more; training continues without it", file=sys.stderr
+                )
 
 
 @contextmanager
@@ -109,20 +118,23 @@ def _cache_in(directory: str) -> Iterator[None]:
 
 @contextmanager
 def _starting() -> Iterator[None]:
-    """Ends the process at SIGTERM or Ctrl-C until the run itself catches them; makes files private."""
+    """Ends the process at Ctrl-C, SIGTERM or SIGHUP until the run itself catches them; makes files private."""
 
     def end(number: int, frame: object) -> None:
         name = signal.Signals(number).name
-        print(
-            f"jaxfb: {name} in start-up: nothing was trained, so nothing is lost", file=sys.stderr, flush=True
-        )
+        with suppress(OSError):  # of a terminal that was closed
+            print(
+                f"jaxfb: {name} in start-up: nothing was trained, so nothing is lost",
+                file=sys.stderr,
+                flush=True,
+            )
         os._exit(RESUMABLE)
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     umask = os.umask(0o077)  # what a run writes is for this user alone
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, end) for number in caught_here()}
     try:
         yield
     finally:

@@ -5,6 +5,7 @@ In start-up, where there is nothing to save, a signal ends the run there and the
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ import jax
 from jax.experimental import multihost_utils
 
 from jaxfb.process.exit_codes import RESUMABLE
+from jaxfb.process.signals import ENDING, HANGUP, caught_here
 from jaxfb.training.abort import foreign_handler
 from jaxfb.training.watch import leave
 
@@ -35,7 +37,9 @@ class Stopped(BaseException):
 
 
 class Interrupt:
-    """Catches the first SIGINT or SIGTERM and only sets `.signal`; a second one acts as it always does.
+    """Catches the first SIGINT, SIGTERM or SIGHUP and only sets `.signal`; a second one ends the process.
+
+    A SIGHUP that is ignored stays so, and a second one is none: who closes a terminal cannot insist.
 
     begun: there are updates that a signal should save; before that it raises `Stopped` in the main thread, and where
       that computes for long outside of Python, it ends the process.
@@ -49,7 +53,7 @@ class Interrupt:
     signal: what ended the run, such as "SIGTERM" or "run.stop_at=40".
     """
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    SIGNALS = ENDING
 
     def __init__(self):
         self.limit(None, None)
@@ -65,7 +69,7 @@ class Interrupt:
         if threading.current_thread() is threading.main_thread():
             self._reader, self._writer = os.pipe()
             os.set_blocking(self._writer, False)
-            self._before = {number: signal.signal(number, self._in_main) for number in self.SIGNALS}
+            self._before = {number: signal.signal(number, self._in_main) for number in caught_here()}
             self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
             threading.Thread(target=self._listen, name="jaxfb signals", daemon=True).start()
         return self
@@ -117,7 +121,7 @@ class Interrupt:
 
     def _in_main(self, number: int, frame) -> None:
         """Handles a signal in the main thread, as soon as that runs Python."""
-        if self._seen_by_main.is_second():
+        if self._seen_by_main.is_second(number):
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
         elif self._seen_by_main.is_first():
@@ -136,7 +140,7 @@ class Interrupt:
         os.close(self._writer)
 
     def _in_thread(self, number: signal.Signals) -> None:
-        if self._seen_by_thread.is_second():
+        if self._seen_by_thread.is_second(number):
             if number == signal.SIGINT:  # a KeyboardInterrupt, where the main thread runs Python
                 self._later(lambda: self._end_now(number))
             else:
@@ -155,11 +159,11 @@ class Interrupt:
 
     def _end_unsaved(self, number: signal.Signals) -> None:
         if self.signal is None:
-            print(f"jaxfb: {stopped_early(number.name)}", file=sys.stderr)
+            _tell(f"jaxfb: {stopped_early(number.name)}")
             leave(RESUMABLE)
 
     def _end_now(self, number: signal.Signals) -> None:
-        print(f"jaxfb: {number.name} again: ended at once, without saving", file=sys.stderr)
+        _tell(f"jaxfb: {number.name} again: ended at once, without saving")
         leave(128 + number)
 
     def _announce(self) -> None:
@@ -175,12 +179,19 @@ class _Count:
     def __init__(self):
         self._first: float | None = None
 
-    def is_second(self) -> bool:
-        return self._first is not None and time.monotonic() - self._first > ONE_SIGNAL
+    def is_second(self, number: int) -> bool:
+        late = self._first is not None and time.monotonic() - self._first > ONE_SIGNAL
+        return late and number != HANGUP
 
     def is_first(self) -> bool:
         first, self._first = self._first is None, self._first or time.monotonic()
         return first
+
+
+def _tell(text: str) -> None:
+    """Prints to standard error, where that still exists: of a terminal that was closed it does not."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def stopped_early(name: str) -> str:

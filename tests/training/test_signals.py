@@ -13,6 +13,7 @@ from tiny import write_tiny
 
 import jaxfb
 from jaxfb.callbacks import callback
+from jaxfb.cli import training
 from jaxfb.config import load_config
 from jaxfb.training import interrupt
 from jaxfb.training.interrupt import Interrupt, Stopped
@@ -54,6 +55,41 @@ def test_a_second_interrupt_is_a_keyboard_interrupt_and_a_repeated_one_is_not(mo
         time.sleep(0.1)
         with pytest.raises(KeyboardInterrupt):
             send(signal.SIGINT)
+
+
+def test_a_closed_terminal_saves_however_often_it_signals(monkeypatch):
+    monkeypatch.setattr(interrupt, "ONE_SIGNAL", 0.05)
+    ended = []
+    monkeypatch.setattr(Interrupt, "_end_now", lambda self, number: ended.append(number))
+    with Interrupt() as caught:
+        caught.begun = True
+        send(signal.SIGHUP)
+        time.sleep(0.1)
+        send(signal.SIGHUP)
+        time.sleep(0.1)
+        assert caught.is_due(1) and caught.signal == "SIGHUP" and not ended
+
+
+def test_a_hangup_that_is_ignored_stays_so():
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interrupt() as caught:
+            caught.begun = True
+            send(signal.SIGHUP)
+            assert not caught.is_due(1)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_output_to_a_terminal_that_is_gone_is_dropped(tmp_path, capsys):
+    controller, terminal = os.openpty()
+    with open(terminal, "w", buffering=1) as stream:
+        os.close(controller)  # writing fails with EIO from now on
+        passed = training._WhileRead(stream)
+        passed.write("update 1\n"), passed.write("update 2\n"), passed.flush()
+    assert capsys.readouterr().err.count("nobody reads the output any more") == 1
 
 
 def test_a_signal_stops_a_start_up_in_python():
