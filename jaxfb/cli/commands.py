@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jaxfb.cli import checks, layouts, models, training
+from jaxfb.cli.devices import without_devices
 from jaxfb.cli.memory import lacks_memory
 from jaxfb.cli.options import POST_TRAINING, parse
 from jaxfb.process.exit_codes import DONE, FAILED, REFUSED, RESUMABLE, UNWRITTEN
@@ -92,6 +93,8 @@ def _run(options: argparse.Namespace) -> int:
         print("jaxfb: stopped", file=sys.stderr)
         return 130
     except Exception as error:
+        if (code := without_devices(error)) is not None:
+            return code
         if not lacks_memory(error, None):
             raise
         return REFUSED
