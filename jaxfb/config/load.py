@@ -17,7 +17,15 @@ import yaml
 from jaxfb.config.custom import CustomConfig
 from jaxfb.config.post_training import COMMANDS, KINDS
 from jaxfb.config.root import Config
-from jaxfb.config.schema import ALIASES, ConfigError, build, fields_of, sections_of, unknown_key
+from jaxfb.config.schema import (
+    ALIASES,
+    ConfigError,
+    build,
+    fields_of,
+    sections_of,
+    unknown_key,
+    without_aliases,
+)
 from jaxfb.config.starter import runnable_starter, starter_names
 from jaxfb.refusal import Missing, choice, instance, is_several, refuse, shown
 from jaxfb.registry import load_plugins
@@ -35,7 +43,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = (), command: str | 
       path: a YAML file, the name of a starter config such as "quickstart", or a run's directory: its config.yaml, with
         that directory as `run.dir`, wherever the run was when it was saved.
       overrides: "key.path=value", the value in YAML; a later one wins. mesh.pp, dp, ep, cp, tp are short for
-        mesh.pipe, data, expert, context, tensor.
+        mesh.pipe, data, expert, context, tensor, here and in the file.
       command: "train", "sft", "dpo" or "rl": a config of another command is refused; None takes any.
     Raises:
       ConfigError, ValueError: one sentence naming the key, the value and the nearest legal choice.
@@ -49,6 +57,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = (), command: str | 
     values = _read(Path(path))
     if holds_a_run(Path(path)) and isinstance(values.get("run"), dict):
         values["run"]["dir"] = str(path)  # moved or copied, its config.yaml may name another directory
+    values = without_aliases(values)
     root = kind_of(values)
     if command not in (None, found := COMMANDS.get(root, "train")):
         raise ConfigError(f"[config] {path} is a config for `jaxfb {found}`, not for `jaxfb {command}`")
@@ -65,7 +74,7 @@ def config_from_dict(values: Mapping[str, Any], overrides: Iterable[str] = ()) -
     if not isinstance(values, Mapping):
         refuse("values", values, f"a dict of sections such as {', '.join(fields_of(Config))}", who="[config]")
     root = kind_of(values)
-    plain = copy.deepcopy(dict(values)) if overrides else dict(values)
+    plain = without_aliases(copy.deepcopy(dict(values)) if overrides else dict(values))
     for override in overrides:
         _apply(plain, override, root)
     return _built(root, plain)
@@ -100,14 +109,23 @@ def holds_a_run(directory: Path) -> bool:
     return any((directory / name).exists() for name in _OF_A_RUN)
 
 
+_INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+
+
 class _Loader(yaml.SafeLoader):
-    """Safe YAML that reads 1e-3 as a number, and refuses a key given twice and aliases."""
+    """Safe YAML that reads 1e-3 as a number, 010 and 1:30 as texts, and refuses a key given twice and aliases."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_INT, _FLOAT)]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def construct_mapping(self, node, deep=False):
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        twice = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
+        twice = next((i for i, key in enumerate(keys) if key in keys[:i]), None)
         if twice is not None:
-            raise yaml.MarkedYAMLError(problem=f"{twice} is given twice", problem_mark=node.start_mark)
+            mark = node.value[twice][0].start_mark
+            raise yaml.MarkedYAMLError(problem=f"{keys[twice]} is given twice", problem_mark=mark)
         return super().construct_mapping(node, deep)
 
     def compose_node(self, parent, index):
@@ -117,9 +135,13 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
-# YAML 1.1 takes 1e-3 for a text because it lacks the dot.
-_FLOAT = re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$")
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+# YAML 1.1 takes 1e-3 for a text because it lacks the dot, 010 for 8 and 1:30 for 90.
+_WHOLE = r"[-+]?(0|[1-9][\d_]*|0x[\da-fA-F_]+|0b[01_]+)"
+_BROKEN = (
+    r"[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*|(\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+|\.(inf|Inf|INF))|\.(nan|NaN|NAN)"
+)
+_Loader.add_implicit_resolver(_INT, re.compile(f"^(?:{_WHOLE})$"), list("-+0123456789"))
+_Loader.add_implicit_resolver(_FLOAT, re.compile(f"^(?:{_BROKEN})$"), list("-+0123456789."))
 
 
 def _can_be_a_name(path: str) -> bool:

@@ -119,8 +119,27 @@ def build(cls: type, values: Any, prefix: str = "", root: type | None = None) ->
         built = cls.completed(built)
     missing = [f"{prefix}{name}" for name in _required(cls) if name not in built]
     if missing:
-        raise ConfigError(f"[config] {', '.join(missing)} must be given; add it to the file")
+        them = "it" if len(missing) == 1 else "them"
+        raise ConfigError(f"[config] {', '.join(missing)} must be given; add {them} to the file")
     return cls(**{_attribute(name): value for name, value in built.items()})
+
+
+def without_aliases(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the plain values of a config with `mesh.data` where they have `mesh.dp`, and so on.
+
+    Raises:
+      ConfigError: a key is given by both of its names.
+    """
+    plain = dict(values)
+    for alias, key in ALIASES.items():
+        section, short = alias.split(".")
+        name, given = key.partition(".")[2], plain.get(section)
+        if not isinstance(given, Mapping) or short not in given:
+            continue
+        if name in given:
+            raise ConfigError(f"[config] {alias} and {key} are one key; leave {alias} out")
+        plain[section] = {name if each == short else each: value for each, value in given.items()}
+    return plain
 
 
 def key_of(attribute: str) -> str:
@@ -276,6 +295,7 @@ def _value(field: _Field, given: Any, key: str, root: type) -> Any:
 def _leaf(field: _Field, given: Any, key: str) -> Any:
     from pydantic import ValidationError
 
+    given = _as_word(field.hint, given)
     _check_registered(field, given, key)
     try:
         value = _adapter(field.hint).validate_python(tuple(given) if isinstance(given, list) else given)
@@ -285,6 +305,14 @@ def _leaf(field: _Field, given: Any, key: str) -> Any:
         if isinstance(number, int) and abs(number) > INT64:
             raise ConfigError(f"[config] {key}={shown(number)} must be an int of at most 64 bits")
     return value
+
+
+def _as_word(hint: Any, given: Any) -> Any:
+    """Returns the legal word `off` or `on` where YAML read it as false or true."""
+    if not isinstance(given, bool) or bool in _options(hint):
+        return given
+    word = "on" if given else "off"
+    return word if word in _words(hint) else given
 
 
 def _wrong_type(hint: Any, given: Any, key: str) -> str:

@@ -197,7 +197,7 @@ class LearningRateConfig:
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Sizes of the mesh axes (aliases pp, dp, fsdp, ep, cp, tp); one may be -1 and takes the devices left.
+    """Sizes of the mesh axes (pp, dp, ep, cp, tp for short); one may be -1 and takes the devices left.
 
     Parameters and optimizer state are stored in shards over fsdp, expert and context together; parallel.fsdp_gather is
     of all three.

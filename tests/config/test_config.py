@@ -14,6 +14,7 @@ import pytest
 
 from jaxfb import BatchPlan, get_forward_backward_func, make_train_step, schedules
 from jaxfb.config import ConfigError, config_from_dict, config_to_dict, load_config, save_yaml, table
+from jaxfb.config.load import _parse
 from jaxfb.config.post_training import COMMANDS, RLConfig
 from jaxfb.config.root import Config
 from jaxfb.config.schema import ALIASES, POLICY_SYNONYMS, SYNONYMS, all_keys
@@ -51,6 +52,10 @@ REFUSED = [
     ("adam_beta2=0.9", r"did you mean optimizer\.options\.b2\?"),
     ("data.seq_len=128", r"did you mean data\.sequence_length\?"),
     ("batch.size=128", r"did you mean batch\.rows\?"),
+    ("run.updates=010", r"run\.updates='010' must be an int"),
+    ("run.updates=1:30", r"run\.updates='1:30' must be an int"),
+    ("optimizer.learning_rate=1:30.5", r"optimizer\.learning_rate='1:30\.5' must be a number"),
+    ("guard.spikes=on", r"guard\.spikes=true must be one of off, warn, skip, rollback"),
     ("noequals", r"write key\.path=value"),
     ("mesh=atuo", r"must be sizes, such as mesh\.fsdp=8, or the word auto"),
     ("data.path=", r"\[data\] path=.* has an empty path; use path=\[\] for none"),
@@ -98,6 +103,31 @@ def test_a_mixture_of_nothing_does_not_train_on_another_text():
     )
 
 
+def test_a_word_that_yaml_takes_for_false_is_the_word(tmp_path):
+    path = tmp_path / "off.yaml"
+    path.write_text(QUICKSTART.read_text() + "\nguard:\n  spikes: off\n")
+    assert load_config(path).guard.spikes == "off"
+    assert load_config(QUICKSTART, ["guard.spikes=off"]).guard.spikes == "off"
+
+
+def test_a_file_may_have_the_short_names_of_axes(tmp_path):
+    path = tmp_path / "short.yaml"
+    path.write_text(QUICKSTART.read_text() + "\nmesh: {dp: 2, tp: 4}\n")
+    mesh = load_config(path, ["mesh.dp=3"]).mesh
+    assert (mesh.data, mesh.tensor) == (3, 4)
+    path.write_text(QUICKSTART.read_text() + "\nmesh: {dp: 2, data: 2}\n")
+    with pytest.raises(ConfigError, match=r"mesh\.dp and mesh\.data are one key; leave mesh\.dp out"):
+        load_config(path)
+
+
+@pytest.mark.parametrize(
+    "text, value", [("1_000", 1000), ("0x10", 16), ("1e3", 1000.0), ("-1.5", -1.5), (".5", 0.5), ("0", 0)]
+)
+def test_numbers_of_yaml(text, value):
+    read = _parse(f"a: {text}", "here")["a"]
+    assert (read, type(read)) == (value, type(value))
+
+
 def test_overrides():
     overrides = ["mesh.pp=4", "schedule=1f1b", "optimizer.options.b2=0.99", "run.dir=2024-01-01", "mesh.tp=2"]
     overrides += [
@@ -140,11 +170,15 @@ def _option_keys(config):
 @pytest.mark.parametrize(
     "text, sentence",
     [
-        ("model: {num_layers: 1}\nmodel: {}", r"bad\.yaml line 1: model is given twice"),
+        ("model: {num_layers: 1}\nmodel: {}", r"bad\.yaml line 2: model is given twice"),
         ("a: &x 1\nb: *x", r"bad\.yaml line 2: aliases"),
         ("a: *.txt", r"bad\.yaml line 1: expected .*; put quotes around a text that begins with \*$"),
         ("model:\n  - [", r"bad\.yaml line 2"),
-        ("model: {num_layers: 1}", r"model\.hidden_size, model\.num_heads must be given"),
+        ("model: {num_layers: 1}", r"model\.hidden_size, model\.num_heads must be given; add them"),
+        (
+            "data: {}\nbatch: {rows: 1}\nrun: {dir: a}\noptimizer: {learning_rate: 1}",
+            r"model must be given; add it to",
+        ),
         ("log: {every: 1}", r"model, data, batch, run, optimizer must be given"),
         ("3", "must contain sections such as model, data"),
         ("- !!python/object/apply:os.system ['true']", r"line 1: could not determine a constructor"),
