@@ -30,7 +30,7 @@ from jaxfb.inference.prompts import check_prompt
 from jaxfb.refusal import Refused, boolean, function, instance, integer, number, refuse
 from jaxfb.training import loop, report
 from jaxfb.training.agreement import what_is_made, what_runs
-from jaxfb.training.changes import check_model
+from jaxfb.training.changes import check_model, other_text
 from jaxfb.training.compile_cache import use_compile_cache
 from jaxfb.training.custom import Custom, described, make_custom
 from jaxfb.training.evaluate import HeldOut
@@ -242,7 +242,9 @@ def evaluate(
         hosts.agree("text, plan or devices", lambda: what_is_made(setup))
         held_out = HeldOut(setup)
         _check_tokenizer(setup, RunDirectory(Path(run_dir)))
-        params, update = _saved_params(setup, RunDirectory(Path(run_dir)))
+        params, update = _saved_params(
+            setup, RunDirectory(Path(run_dir)), partial(hosts.say, file=sys.stderr)
+        )
         hosts.agree("the checkpoint", lambda: {"update": update})
         metrics = held_out.evaluate(params)
         if not metrics:
@@ -300,13 +302,18 @@ def generate(
     return prompt + ("\n" if is_answered(model, raw) else "") + text
 
 
-def _saved_params(setup: Setup, directory: RunDirectory) -> tuple[Any, int]:
-    """Returns parameters of the newest checkpoint on this setup's mesh, and the update that they are of."""
+def _saved_params(setup: Setup, directory: RunDirectory, warn: Callable[[str], None]) -> tuple[Any, int]:
+    """Returns parameters of the newest checkpoint on this setup's mesh, and the update that they are of.
+
+    warn: is given a sentence where they were trained on another text than the setup's.
+    """
     step = setup.train_step(setup.plan.train)
     abstract = step.abstract_state(setup.init_params).params
     params, record = newest_params(directory.path, setup.config, abstract)
     if "config" in record:  # not where nothing was trained yet
         check_model(record["config"], setup.config)
+        if other := other_text(record, setup.config, setup.corpus.train.fingerprint):
+            warn(f"[eval] {other}")
     return params, record["update"]
 
 

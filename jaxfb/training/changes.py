@@ -79,6 +79,21 @@ def check_model(saved: Mapping[str, Any], config: Any) -> None:
         )
 
 
+def other_text(record: Mapping[str, Any], config: Any, fingerprint: str) -> str | None:
+    """Returns a sentence where rows to train on, of this fingerprint, are not those of the saved run; None otherwise.
+
+    Also None where the held-out files or the cut into rows were changed: then the rows to train on tell nothing.
+    """
+    saved = record.get("data", {}).get("fingerprint", fingerprint)
+    changed = {key for key, _, _ in changes_between(record["config"], config)}
+    if saved == fingerprint or changed & {"data.held_out_path", "data.sequence_length", "data.packing"}:
+        return None
+    return (
+        f"this is not the text that the run was trained on (its rows were {saved}, these are {fingerprint}), so the "
+        "loss does not compare with the run's own, and what is held out here may be text that it was trained on"
+    )
+
+
 def is_fixed(key: str) -> bool:
     """Returns whether another value of this key gives what is saved another meaning."""
     section, _, name = key.partition(".")

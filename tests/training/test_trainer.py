@@ -17,10 +17,11 @@ from jaxfb.batch_plan import BatchPlan, RunPlan
 from jaxfb.callbacks import HOOKS, callback
 from jaxfb.checkpoint.store import CheckpointStore
 from jaxfb.cli.commands import main
-from jaxfb.config import load_config
+from jaxfb.config import config_from_dict, config_to_dict, load_config
 from jaxfb.metrics import read_jsonl
 from jaxfb.training import report
 from jaxfb.training.batches import WindowReader
+from jaxfb.training.changes import other_text
 from jaxfb.training.compile_cache import use_compile_cache
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.setup import make_setup
@@ -99,6 +100,25 @@ def test_hooks_come_in_order(done):
     assert {"loss", "grad_norm", "learning_rate", "tokens", "accuracy", "skipped", "epoch"} <= first.keys()
 
 
+def test_an_evaluation_on_another_text_says_so(done, tmp_path, capsys):
+    _, result, _ = done
+    (tmp_path / "other.txt").write_text("\n".join(f"line {k}" for k in range(4000)))
+    trainer.evaluate(result.directory, ["data.source=text", f"data.path={tmp_path / 'other.txt'}"])
+    assert "[eval] this is not the text that the run was trained on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "override, told",
+    [("data.seed=1", True), ("data.held_out_path=mine.txt", False), ("data.packing=best_fit", False)],
+)
+def test_rows_to_train_on_tell_of_another_text_only_where_they_are_cut_alike(override, told):
+    saved = load_config("quickstart", ["data.source=text", "data.path=a.txt"])
+    record = {"config": config_to_dict(saved), "data": {"fingerprint": "1"}}
+    config = config_from_dict(record["config"], [override])
+    assert (other_text(record, config, "2") is not None) == told
+    assert other_text(record, config, "1") is None and other_text({**record, "data": {}}, config, "2") is None
+
+
 def test_eval_and_generate_read_the_run(done, capsys):
     config, result, _ = done
     metrics = trainer.evaluate(result.directory)
@@ -106,7 +126,8 @@ def test_eval_and_generate_read_the_run(done, capsys):
     out = capsys.readouterr().out
     assert "unigram" in out and "held-out tokens of python-stdlib\n" in out
     assert main(["eval", str(result.directory), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["scores"]["held_out"] == metrics
+    out, err = capsys.readouterr()
+    assert json.loads(out)["scores"]["held_out"] == metrics and "not the text" not in err
     assert main(["eval", str(result.directory), "--length", "8"]) == 2
     assert "--length is the context of --text and --task" in capsys.readouterr().err
     text = trainer.generate(result.directory, "import ", tokens=5, temperature=0)
