@@ -24,6 +24,7 @@ import jax
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
+from jaxfb.checkpoint.damage import damage
 from jaxfb.checkpoint.manifest import (
     WHO,
     Mismatch,
@@ -165,10 +166,11 @@ class CheckpointStore:
             except Mismatch:
                 raise
             except Exception as error:  # damage shows up as any of a dozen storage errors
-                reasons.append(f"step {candidate}: {_first_line(error)}")
-                log.warning("[checkpoint] skipping %s of %s", reasons[-1], self.directory)
+                reasons.append(f"step {candidate} {damage(self.directory / str(candidate), error)}")
+                log.warning("[checkpoint] skipping a checkpoint of %s: %s", self.directory, reasons[-1])
                 self._damaged.add(candidate)
-        raise Missing(self._no_step(None) + "".join(f"\n  {reason}" for reason in reasons))
+        remedy = "; copy a whole one back, or train again with --fresh" if reasons else ""
+        raise Missing(self._no_step(None) + remedy + "".join(f"\n  {reason}" for reason in reasons))
 
     def check_fit(self, abstract_state: Any, step: int, partial: bool = False) -> None:
         """Compares names, shapes and dtypes with those of a complete step, without reading its arrays.

@@ -23,6 +23,7 @@ from processes import PATIENCE, free_port
 from jaxfb.checkpoint import step_directories
 from jaxfb.checkpoint import store as checkpoint
 from jaxfb.checkpoint.store import CannotWrite, CheckpointStore
+from jaxfb.refusal import Missing
 
 
 def mesh_of(**sizes):
@@ -154,12 +155,36 @@ def test_falls_back_over_damage_and_goes_on(tmp_path, caplog):
         assert store.latest() == 20
         _, host = store.restore(state)
         assert host == {"step": 10}
-        assert "skipping step 30" in caplog.text and "skipping step 20" in caplog.text
+        assert "step 30 is damaged: jaxfb/data.json is missing" in caplog.text
+        assert "step 20 is damaged: the array " in caplog.text
         store.save(20, state, {"step": 20})
         store.wait()
         assert store.restore(state)[1] == {"step": 20}
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"10", "20", "20.damaged", "30.damaged"}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "file, told",
+    [
+        ("jaxfb/data.json", "jaxfb/data.json is cut short or unreadable"),
+        ("state/_METADATA", "state/_METADATA is cut short or unreadable"),
+        ("state/manifest.ocdbt", "a file of its arrays (state/) is cut short or unreadable"),
+        ("state/array_metadatas/process_0", "state/array_metadatas/process_0 is cut short or unreadable"),
+    ],
+)
+def test_damage_is_told_by_its_file(tmp_path, file, told):
+    state = {"w": jnp.ones((40, 100))}
+    with CheckpointStore(tmp_path) as store:
+        store.save(5, state, {})
+    path = tmp_path / "5" / file
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(Missing) as refusal:
+        CheckpointStore(tmp_path).restore(state)
+    first, reason = str(refusal.value).splitlines()
+    assert first.endswith("copy a whole one back, or train again with --fresh")
+    assert reason == f"  step 5 is damaged: {told}"
 
 
 @pytest.mark.filterwarnings("ignore")
