@@ -290,7 +290,8 @@ def _check_length(run: RunPlan) -> None:
 def _check_epochs(epochs: Any) -> None:
     value: Any = epochs if isinstance(epochs, Real) and not isinstance(epochs, bool) else 0
     if not 0 < value < MOST_ROWS:
-        raise PlanError(f"[run] epochs must be a positive number, got {shown(epochs)}")
+        limit = " below 2**62" if value > 0 else ""
+        raise PlanError(f"[run] epochs must be a positive number{limit}, got {shown(epochs)}")
 
 
 def _check_number_of_epochs(run: RunPlan) -> None:

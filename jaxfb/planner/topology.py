@@ -8,12 +8,14 @@ from __future__ import annotations
 import difflib
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxfb.planner.chips import GPUS, TPUS, Chip
-from jaxfb.refusal import Refused
+from jaxfb.refusal import INT32, Refused
 
+MOST_ON_A_HOST = 8
 EXAMPLES = "v5p:4x4x8, v5e:4x4, cpu:8 or gpu:h100x8"
 ALIASES = {"v7x": "tpu7x", "ironwood": "tpu7x", "trillium": "v6e", "v5litepod": "v5e", "v6": "v6e"}
 
@@ -51,16 +53,29 @@ def parse_topology(text: str) -> Topology:
     if not colon or not shape:
         raise Refused(f"[plan] cannot read the topology {text!r}; write one such as {EXAMPLES}")
     if name == "cpu":
-        return Topology(text, "cpu", (_count(shape, text),), None)
+        return Topology(text, "cpu", (_count(shape, text, _example(name)),), None)
     if name == "gpu":
         return _gpus(shape, text)
     if name not in TPUS:
         close = difflib.get_close_matches(name, [*TPUS, "cpu", "gpu"], n=1, cutoff=0.0)[0]
         raise Refused(
             f"[plan] unknown topology {text!r}: no chip {name!r} among {', '.join(TPUS)}, cpu and gpu; "
-            f"did you mean {close}:{shape}?"
+            f"did you mean {_like(close, shape)}?"
         )
     return Topology(f"{name}:{shape}", "tpu", _torus(TPUS[name], shape, text), TPUS[name])
+
+
+def _like(name: str, shape: str) -> str:
+    """Returns the topology of that shape where a machine of the name comes in it, otherwise one that it comes in."""
+    try:
+        return parse_topology(f"{name}:{shape}").text
+    except Refused:
+        return _example(name)
+
+
+def _example(name: str) -> str:
+    shape = {"cpu": "8", "gpu": "h100x8"}.get(name) or "x".join(["4"] * TPUS[name].torus)
+    return f"{name}:{shape}"
 
 
 def topology_of(devices: list[Any]) -> Topology:
@@ -85,7 +100,8 @@ def _gpus(shape: str, text: str) -> Topology:
             f"[plan] cannot read the GPUs in {text!r}; write gpu:NAMExCOUNT with a name among "
             f"{', '.join(GPUS)}, such as gpu:h100x8"
         )
-    chip, count = GPUS[found[1]], _count(found[2], text)
+    chip = GPUS[found[1]]
+    count = _count(found[2], text, f"gpu:{chip.name}x8")
     island = chip.island or count
     if count > island and count % island:
         nearest = island * round(count / island)
@@ -96,20 +112,36 @@ def _gpus(shape: str, text: str) -> Topology:
     return Topology(text, "gpu", (count,), chip)
 
 
-def _count(number: str, text: str) -> int:
-    if not number.isdecimal() or int(number) < 1:
-        raise Refused(f"[plan] {number!r} in the topology {text!r} is not a number of devices; write cpu:8")
-    return int(number)
+def _count(number: str, text: str, example: str) -> int:
+    if not number.isdecimal() or not number.strip("0"):
+        raise Refused(
+            f"[plan] {number!r} in the topology {text!r} is not a number of devices; write {example}"
+        )
+    _check_size([_size(number)], text, example)
+    return _size(number)
+
+
+def _size(digits: str) -> int:
+    """Returns a number; of one that is too large in any case, the first that is."""
+    return int(digits) if len(digits) <= len(str(INT32)) else INT32 + 1
+
+
+def _check_size(sizes: Sequence[int], text: str, example: str) -> None:
+    """Refuses more devices than their number may be; a round one above the sizes still has to fit."""
+    if math.prod(size + MOST_ON_A_HOST for size in sizes) > INT32:
+        raise Refused(
+            f"[plan] {text!r} has too many devices, a plan is for fewer than {INT32}; write {example}"
+        )
 
 
 def _torus(chip: Chip, shape: str, text: str) -> tuple[int, ...]:
-    sizes = tuple(int(part) for part in shape.split("x") if part.isdecimal())
-    form = "x".join(["4"] * chip.torus)
+    sizes = tuple(_size(part) for part in shape.split("x") if part.isdecimal())
     if len(sizes) != len(shape.split("x")) or len(sizes) != chip.torus or min(sizes) < 1:
         raise Refused(
             f"[plan] {chip.name} is a torus of {chip.torus} dimensions, {text!r} does not give them; "
-            f"write {chip.name}:{form}"
+            f"write {_example(chip.name)}"
         )
+    _check_size(sizes, text, _example(chip.name))
     if sizes != (1,) * chip.torus and any(size % 2 for size in sizes[:2]):
         nearest = "x".join(str(size + size % 2 if i < 2 else size) for i, size in enumerate(sizes))
         raise Refused(

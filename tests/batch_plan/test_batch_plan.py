@@ -325,6 +325,7 @@ def test_a_rounded_down_update_consumes_what_it_uses():
         (dict(updates=True), "[run] updates must be a positive int, got True"),
         (dict(epochs=True, dataset_rows=64), "epochs must be a positive number, got True"),
         (dict(epochs=float("nan"), dataset_rows=64), "epochs must be a positive number"),
+        (dict(epochs=1e300, dataset_rows=64), "epochs must be a positive number below 2**62, got 1e+300"),
         (dict(epochs=1), "epochs=1 needs dataset_rows"),
         (dict(tokens=1000), "tokens=1000 needs sequence_length"),
         (dict(tokens=1000, sequence_length=300, remainder="error"), "use 19200, or remainder"),

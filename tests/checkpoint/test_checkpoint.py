@@ -156,7 +156,7 @@ def test_falls_back_over_damage_and_goes_on(tmp_path, caplog):
         _, host = store.restore(state)
         assert host == {"step": 10}
         assert "step 30 is damaged: jaxfb/data.json is missing" in caplog.text
-        assert "step 20 is damaged: the array " in caplog.text
+        assert "step 20 is damaged: a file of its arrays" in caplog.text
         store.save(20, state, {"step": 20})
         store.wait()
         assert store.restore(state)[1] == {"step": 20}

@@ -1,5 +1,7 @@
 """A name of a machine is read, or refused in one sentence with the nearest that exists; nothing heavy is imported."""
 
+import re
+
 import pytest
 
 from jaxfb.planner.topology import parse_topology
@@ -31,8 +33,17 @@ def test_other_machines():
         ("gpu:foo", "gpu:NAMExCOUNT.*h100"),
         ("gpu:h100x12", "hosts of 8.*nearest is gpu:h100x16"),
         ("cpu:0", "write cpu:8"),
+        ("v99:4", "did you mean v4:4x4x4"),
+        ("v5e:99999x99999", "too many devices.*write v5e:4x4"),
+        ("gpu:h100x99999999999", "too many devices.*write gpu:h100x8"),
+        ("gpu:h100x0", "not a number of devices; write gpu:h100x8"),
+        ("cpux:9999999999", "did you mean cpu:8"),
+        pytest.param(f"cpu:{'9' * 5000}", "too many devices.*write cpu:8", id="digits"),
     ],
 )
 def test_names_that_do_not_exist_are_refused_with_the_nearest(text, sentence):
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValueError, match=sentence) as refusal:
         parse_topology(text)
+    advised = re.split("did you mean |nearest is |write (?:one such as )?", str(refusal.value))[-1]
+    for each in re.findall(r"\w+:\w+", advised):
+        assert each == "gpu:NAMExCOUNT" or parse_topology(each)
