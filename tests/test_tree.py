@@ -11,7 +11,7 @@ import jaxfb
 
 ROOT = Path(jaxfb.__file__).parent
 ORDER = (
-    "process refusal recomputation registry parts described shared_options types trainable platforms output hlo mesh "
+    "refusal process recomputation registry parts described shared_options types trainable platforms output hlo mesh "
     "schedules batch_plan data parallel losses models forward_backward gradients optim update checkpoint metrics "
     "pretrained config callbacks display guard training inference checking trainer rl chaos planner cli "
     "__main__"

@@ -88,10 +88,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         if text.startswith("-") or not hasattr(options, "overrides"):
             command = f"jaxfb {options.verb}"
             takes_keys = hasattr(options, "overrides")
-            keys = " and the config's keys are written as run.updates=100;" if takes_keys else ""
+            keys = "; keys of the config have no dashes, such as run.updates=100" if takes_keys else ""
             near = _near(parser, options.verb, text)
             parser.error(
-                f"`{command}` does not take {text!r}{near};{keys} `{command} --help` lists what it takes"
+                f"`{command}` does not take {text!r}{near}{keys}; `{command} --help` lists what it takes"
             )
         options.overrides.append(text)
     return options

@@ -11,6 +11,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from jaxfb.refusal import Refused, choice
+
 VARIABLE = "JAXFB_KILL_AT"
 POINTS = {
     "start": "the config is read, no device is asked for",
@@ -36,12 +38,25 @@ _reached: Counter[str] = Counter()
 
 
 def reach(point: str) -> None:
-    """Kills this process with SIGKILL if it is to die at this point and has reached it often enough."""
+    """Kills this process with SIGKILL if it is to die at this point and has reached it often enough.
+
+    Raises:
+      ValueError: the variable names no point, or is no point and a count.
+    """
     if wanted := os.environ.get(VARIABLE):
-        name, _, count = wanted.partition(":")
+        name, count = _place(wanted)
         _reached[point] += 1
-        if point == name and _reached[point] == int(count or 1):
+        if point == name and _reached[point] == count:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _place(wanted: str) -> tuple[str, int]:
+    """Returns the point and how often it is to be reached."""
+    name, colon, count = wanted.partition(":")
+    choice(VARIABLE, name, POINTS)
+    if colon and not (count.isdecimal() and int(count)):
+        raise Refused(f"{VARIABLE}={wanted} must end with a count; use {name}:1")
+    return name, int(count or 1)
 
 
 def watch_renames(directory: Any) -> None:

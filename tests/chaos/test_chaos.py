@@ -14,7 +14,7 @@ from jaxfb.chaos import command, runs, trials
 from jaxfb.chaos.jobs import RL, TRAIN
 from jaxfb.chaos.runs import Laboratory, differences
 from jaxfb.chaos.trials import Outcome, Trial, flip_one_bit
-from jaxfb.process.fault_points import POINTS
+from jaxfb.process.fault_points import POINTS, reach
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,6 +29,20 @@ def ended(directory, sums=None, losses=(3.0, 2.0, 1.0), steps=None, last=3):
     text = "\n".join(map(json.dumps, [*lines, {"step": 3, "eval/loss": 1.0}]))
     (directory / "metrics.jsonl").write_text(text)
     return directory
+
+
+@pytest.mark.parametrize(
+    ("wanted", "told"),
+    [
+        ("save.nope", "JAXFB_KILL_AT must be one of .*, got 'save.nope'; did you mean 'save.done'"),
+        ("save:often", "JAXFB_KILL_AT=save:often must end with a count; use save:1"),
+        ("save:0", "must end with a count"),
+    ],
+)
+def test_a_point_that_does_not_exist_is_refused(monkeypatch, wanted, told):
+    monkeypatch.setenv("JAXFB_KILL_AT", wanted)
+    with pytest.raises(ValueError, match=told):
+        reach("start")
 
 
 def test_equal_ends_have_no_differences(tmp_path):

@@ -121,3 +121,13 @@ def test_check_refuses_what_does_not_fit(tmp_path, capsys):
     config = str(write_tiny(tmp_path, mesh={"pipe": 4, "data": 1}))
     assert main(["check", config]) == 2
     assert "2 layers do not divide into 4 stages" in capsys.readouterr().err
+
+
+def test_a_key_with_dashes_is_told_how_keys_are_written(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "quickstart", "--run.updates=5"])
+    said = capsys.readouterr().err
+    assert (
+        "does not take '--run.updates=5'; keys of the config have no dashes, such as run.updates=100; `"
+        in said
+    )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ from jaxfb.data.chat import make_chat
 from jaxfb.inference.chat import chat
 from jaxfb.inference.complete import Sampling, answers, complete, until
 from jaxfb.inference.model import cut, open_model, sampling_mesh
-from jaxfb.inference.prompts import read_prompts, write_answers
+from jaxfb.inference.prompts import read_prompts, read_text, write_answers
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.generate import generate
 from jaxfb.models.transformer import init_params
@@ -247,3 +248,26 @@ def test_a_vocabulary_with_padding_draws_tokens_alone(model):
 def test_settings_out_of_range_are_refused(directory, flags, message, capsys):
     assert main(["generate", str(directory), "--prompt", "Who?", "--tokens", "2", *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+def _of_eval(path):
+    return read_text(path, "[eval]")
+
+
+@pytest.mark.parametrize("read, said", [(read_prompts, ["one", "two"]), (_of_eval, "one\ntwo\n")])
+def test_a_pipe_is_read_as_a_file_is(read, said):
+    """As <(command) and /dev/stdin are."""
+    source, target = os.pipe()
+    os.write(target, b"one\ntwo\n")
+    os.close(target)
+    try:
+        assert read(f"/dev/fd/{source}") == said
+    finally:
+        os.close(source)
+
+
+@pytest.mark.parametrize("read", [read_prompts, _of_eval])
+def test_a_directory_is_no_file(read, tmp_path):
+    for path in (tmp_path, tmp_path / "gone"):
+        with pytest.raises(ValueError, match=f"there is no file {path}"):
+            read(path)
