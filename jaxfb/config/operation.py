@@ -30,6 +30,9 @@ class LocalConfig:
 class CheckpointConfig:
     """A checkpoint every `every` updates and at the end (null: at the end only); see `jaxfb.checkpoint`.
 
+    every: saves after each so many updates; null: at the end only.
+    keep_best: a metric; the checkpoint where it is lowest is kept as well; null: none.
+    asynchronous: training continues while a checkpoint is written.
     local: others, on the hosts' own disks, that a killed process continues from; null: none.
     keep: how many of the newest are kept, at least 2, since the newest is known to be good only when an update after it
       was applied. While updates fail, and where the state is not finite, none is written and none is removed.
@@ -49,6 +52,7 @@ class CheckpointConfig:
 class LogConfig:
     """A record every `every` updates.
 
+    every: writes a record after each so many updates.
     split_update: records have `forward_backward_seconds` and `optimizer_seconds`. An update is then two programs,
       and the devices wait for the host after each: the same numbers, in somewhat more time.
     count_zeros: records have `num_zeros`, the elements of the gradient that are 0, at the price of a pass over it.

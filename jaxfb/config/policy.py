@@ -76,6 +76,7 @@ def each_once(operations: str) -> None:
 class WarmStartConfig:
     """Supervised fine-tuning before the first rollout, on the answers of part of the problems.
 
+    learning_rate: the peak of its updates.
     updates: 0 leaves it out. rows: of an update. problems: how many different ones; null: all that train.
     """
 
@@ -179,6 +180,7 @@ class PolicyConfig:
 class RewardConfig:
     """The KL to the reference taken off the reward of each token.
 
+    kl_estimator: of the KL at each token, see `losses.kl_penalty`.
     kl_coef: 0: none. target: nats a sequence token the coefficient steers to; null: it stays.
     horizon: rows over which an error of 20 % changes it by a fifth; above a fifth of a rollout's rows.
     """
@@ -205,6 +207,8 @@ class CriticConfig:
 
     Its updates are cut by `plans.critic`, its forward passes over a rollout by `plans.value`.
 
+    learning_rate: of its updates.
+    max_grad_norm: global norm to clip its gradients to; null does not clip.
     start: "policy" copies the policy's layers as they are at the start; "random" does not.
     clip:  how far a prediction may move from that of the rollout; null: freely.
     """

@@ -34,6 +34,8 @@ from jaxfb.refusal import Refused
 class CutConfig:
     """Cuts the rows of one purpose: exactly one of rows, a number of microbatches, or a token budget.
 
+    rows_per_microbatch: on one replica.
+    num_microbatches: of all the rows.
     max_tokens_per_microbatch: on one replica, padding counted.
     widths:  padded row lengths to compile for; null: quarters of the longest.
     packing: several rows share an array row.
@@ -85,6 +87,7 @@ class PlansConfig:
 class StartConfig:
     """Gives the initial parameters: the newest checkpoint of `run` (a run's directory), or random ones (null).
 
+    run:         a run's directory; null: none.
     tokenizer:   "bytes", the path of a tokenizer.json or of a directory with one, or null for that of the run or of
                  `model.from`.
     stop_tokens: names or ids of tokens, any of which ends an answer; null: those that the tokenizer's files, the
@@ -110,9 +113,11 @@ class ItemsConfig:
     """Names the file of items to learn from, one JSON object a line.
 
     path:            a .jsonl file. held_out_path: evaluated on; null holds out `held_out_fraction`.
+    held_out_fraction: share of the items that is held out where there is no held_out_path.
     template:        "chatml", "plain" (roles in words), "none" (contents alone), or the path of a .jinja file; null:
                      that of `start.run` or of the tokenizer's own files, else "chatml"; see docs/post_training.md.
     sequence_length: tokens of a row; a longer conversation is refused, or cut at its end with truncate.
+    truncate:        whether a longer conversation is cut.
     """
 
     NAME: ClassVar[str]
@@ -180,7 +185,12 @@ class PreferencesConfig(ItemsConfig):
 
 @dataclass(frozen=True)
 class UpdatesConfig:
-    """The rows of one update (pairs, for preferences), and how long: exactly one of updates and epochs."""
+    """The rows of one update (pairs, for preferences), and how long: exactly one of updates and epochs.
+
+    rows:    of one update, over all replicas.
+    updates: the length in updates.
+    epochs:  the length in passes through the items; a fraction is legal.
+    """
 
     rows: int
     updates: int | None = None
@@ -199,6 +209,7 @@ class UpdatesConfig:
 class PostEvalConfig:
     """Evaluation every `every` updates and at the end (null: at the end only).
 
+    every: evaluates after each so many updates; null: at the end only.
     tokens, temperature: of `jaxfb generate`.
     """
 

@@ -26,6 +26,9 @@ LENGTHS = ("updates", "samples", "tokens", "epochs")
 class BatchConfig:
     """The rows of one update over all replicas, cut by rows_per_microbatch (on each) or num_microbatches.
 
+    rows:      of one update, over all replicas.
+    rows_per_microbatch: of one microbatch, on each replica; null: by num_microbatches.
+    num_microbatches: of one update; null: as many as rows_per_microbatch makes.
     remainder: rows that do not fill their microbatches: "error" refuses, "pad" adds rows of weight 0, "drop".
     normalize: "global" divides each term by its weight over all rows; "microbatch" and "none" are Megatron's
                mean of means and plain sums.
@@ -56,6 +59,7 @@ class BatchConfig:
 class EvalConfig:
     """Evaluation on held-out rows, every `every` updates and at the end (null: at the end only).
 
+    every: evaluates after each so many updates; null: at the end only.
     rows, rows_per_microbatch: of one evaluation batch; null takes those of `batch`.
     batches:     at most so many evaluation batches; null takes all held-out rows.
     prompt:      a continuation of it is printed at the end; an empty one prints none.
@@ -80,6 +84,8 @@ class EvalConfig:
 class AnyRunConfig:
     """Gives the run's directory, its seed, and what may end it early.
 
+    dir:           the run's directory: checkpoints, records, config.
+    seed:          of parameters, dropout and all else that is drawn and has no seed of its own.
     max_nonfinite: end the run after so many updates in a row with gradients that are not finite; null: never.
     minutes:       end after the update in progress when so many have passed, saved and to be resumed; null: never.
     stop_at:       end after this update of the run, saved and to be resumed; schedules still end with the run.
@@ -101,6 +107,10 @@ class AnyRunConfig:
 class RunConfig(AnyRunConfig):
     """Gives the run's length (exactly one of updates, samples, tokens, epochs), its seed and its directory.
 
+    updates:       the length in updates.
+    samples:       the length in rows.
+    tokens:        the length in tokens: data.sequence_length for each row.
+    epochs:        the length in passes through the data; a fraction is legal.
     remainder:     a short last window of an epoch or of the run: "pad" fills it up with rows of zeros, which a loss of
                    your own must not count, "drop" leaves it out, "error" refuses it.
     skip_updates:  numbers of updates, counted from 1, that consume their rows and change nothing.
@@ -140,6 +150,9 @@ class OptimizerConfig:
     """The arguments of `jaxfb.make_optimizer`, the clipping before it and where its state lives.
 
     learning_rate: the peak; its course is the section `lr`.
+    name:          the optimizer.
+    weight_decay_initial: where the weight decay begins; null: at `weight_decay`.
+    weight_decay_ramp: its course over the run.
     weight_decay:  the final value; it goes there from `weight_decay_initial` along `weight_decay_ramp`.
     options:       what is particular to the optimizer, such as b1, b2, eps.
     max_grad_norm: global norm to clip to; null does not clip. clip: "exact", or "torch" (+1e-6, as Megatron).
@@ -176,8 +189,12 @@ class OptimizerConfig:
 class LearningRateConfig:
     """The arguments of `jaxfb.lr_schedule` beside the peak, which is `optimizer.learning_rate`.
 
+    name:          the course after the warmup.
     warmup, total: counted in `unit`; total null is the length of the run.
+    warmup_shape:  the course of the rise.
+    initial:       the rate of the first update of a warmup.
     final:         where the rate ends.
+    unit:          what warmup and total count: updates, or rows ("samples").
     options:       what is particular to one schedule, such as decay and tail of wsd.
     """
 
@@ -201,6 +218,13 @@ class MeshConfig:
 
     Parameters and optimizer state are stored in shards over fsdp, expert and context together; parallel.fsdp_gather is
     of all three.
+
+    pipe:    stages of a pipeline.
+    data:    replicas that share the rows, each with a whole copy of the parameters.
+    fsdp:    replicas that share the rows, with the parameters cut over them.
+    expert:  replicas that share the rows, with the experts of each layer cut over them.
+    context: parts that each sequence is cut into.
+    tensor:  parts that each layer's matrices are cut into.
     """
 
     pipe: int = 1

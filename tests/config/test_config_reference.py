@@ -16,3 +16,8 @@ def test_a_key_has_its_legal_values_default_and_meaning():
         row
         == "| `model.rope_scaling.factor` | a number | must be given | how many times longer sequences become. |"
     )
+
+
+def test_every_key_has_a_meaning():
+    rows = [line for line in reference().splitlines() if line.startswith("| `")]
+    assert rows and not [row for row in rows if row.endswith("|  |")]
