@@ -176,7 +176,7 @@ def _option_keys(config):
         ("model:\n  - [", r"bad\.yaml line 2"),
         ("model: {num_layers: 1}", r"model\.hidden_size, model\.num_heads must be given; add them"),
         (
-            "data: {}\nbatch: {rows: 1}\nrun: {dir: a}\noptimizer: {learning_rate: 1}",
+            "data: {}\nbatch: {rows: 1, num_microbatches: 1}\nrun: {dir: a, updates: 1}\noptimizer: {learning_rate: 1}",
             r"model must be given; add it to",
         ),
         ("log: {every: 1}", r"model, data, batch, run, optimizer must be given"),
