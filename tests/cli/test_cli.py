@@ -96,7 +96,7 @@ def test_config_show(capsys):
         (
             ["train", "quickstart", "--updates", "3"],
             "err",
-            "keys are written as run.updates=100; `jaxfb train --help`",
+            "keys of the config have no dashes, such as run.updates=100; `jaxfb train --help`",
         ),
         (["frobnicate"], "err", "choose from"),
     ],
