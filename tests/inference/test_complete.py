@@ -254,7 +254,11 @@ def _of_eval(path):
     return read_text(path, "[eval]")
 
 
-@pytest.mark.parametrize("read, said", [(read_prompts, ["one", "two"]), (_of_eval, "one\ntwo\n")])
+def _prompts(path):
+    return [*read_prompts(path).values()]
+
+
+@pytest.mark.parametrize("read, said", [(_prompts, ["one", "two"]), (_of_eval, "one\ntwo\n")])
 def test_a_pipe_is_read_as_a_file_is(read, said):
     """As <(command) and /dev/stdin are."""
     source, target = os.pipe()
