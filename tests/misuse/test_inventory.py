@@ -46,7 +46,8 @@ NOT_DATA = {
         forward_backward/packed.py::Packed.keys forward_backward/packed.py::row_lengths
         forward_backward/resolved.py::layout_for
         losses/aggregation.py::check_aggregation losses/coupling.py::check_rows_uncoupled
-        parallel/context.py::exchanged parallel/context.py::later schedules/placement.py::channel_of
+        parallel/context.py::exchanged parallel/context.py::later parallel/set_mesh.py::entered
+        schedules/placement.py::channel_of update/extra_arguments.py::updated
         schedules/validate.py::_check_cells update/arguments.py::check_alive training/custom.py::make_custom
     """,
     "a plan that is to be made": """
