@@ -16,7 +16,7 @@ import jax
 
 from jaxfb.losses.coupling import check_rows_uncoupled
 from jaxfb.losses.logits import IdRanges
-from jaxfb.losses.sequences import Sequences
+from jaxfb.losses.sequences import Sequences, check_per_token
 from jaxfb.losses.token_log_probs import check_temperature, token_log_probs
 from jaxfb.refusal import Refused, function, instance, integer, refuse
 from jaxfb.types import LossOutput, Pipelined, Sum, Unembedding
@@ -57,6 +57,7 @@ def policy_loss_fn(
     _check_ranges(absent_ids)
 
     def head_loss(unembedding: Unembedding, microbatch: Mapping, axis: str | None) -> LossOutput | Sum:
+        check_per_token("loss_mask", *[microbatch["loss_mask"]] * 2)
         scores = token_log_probs(
             unembedding.hidden,
             unembedding.kernel if unembedding.table is None else unembedding.table,

@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxfb.losses.heads import policy_loss_fn
 from jaxfb.losses.policy import PolicyLoss
 from jaxfb.losses.surrogates import make_surrogate
+from jaxfb.types import Pipelined, Unembedding
 
 # the reference's name -> (ours, how its settings are called here)
 _CLIP = {"clip_ratio_low": "clip_low", "clip_ratio_high": "clip_high"}
@@ -141,3 +143,12 @@ def test_a_leaf_that_is_not_per_token_is_refused_by_name(name, leaf):
         PolicyLoss()(jnp.zeros((2, 2)), jnp.zeros((2, 2)), microbatch | {name: jnp.ones(leaf, int)})
     with pytest.raises(ValueError, match=r"'loss_mask' must be \[rows, seq\], got the shape \(2,\)"):
         PolicyLoss()(jnp.zeros((2, 2)), jnp.zeros((2, 2)), microbatch | {"loss_mask": jnp.ones(2)})
+
+
+def test_a_mask_of_rows_is_refused_before_it_is_read():
+    model = Pipelined(
+        *[lambda *_: None] * 3, unembed=lambda outer, hidden: Unembedding(hidden, jnp.ones((4, 5)))
+    )
+    microbatch = {"loss_mask": jnp.ones(2), "targets": jnp.zeros((2, 3), int)}
+    with pytest.raises(ValueError, match=r"'loss_mask' must be \[rows, seq\], got the shape \(2,\)"):
+        policy_loss_fn(model, PolicyLoss()).head({}, jnp.ones((2, 3, 4)), microbatch, None)
