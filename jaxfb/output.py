@@ -118,6 +118,8 @@ def _check_addable(a: ForwardBackwardOutput, b: ForwardBackwardOutput) -> None:
         raise Refused(
             "only outputs of a forward_backward function can be added; one of these is not such an output"
         )
+    if None not in (places := (_devices(a), _devices(b))):
+        _check_alike("devices", *places)
     _check_alike("normalize", a.origin.normalize, b.origin.normalize)
     _check_alike("gradients", _shapes(a.grads), _shapes(b.grads))
     for name in set(a.metrics) & set(b.metrics):
@@ -135,6 +137,13 @@ def _check_addable(a: ForwardBackwardOutput, b: ForwardBackwardOutput) -> None:
 def _check_alike(what: str, one: Any, other: Any) -> None:
     if one != other:
         raise Refused(f"calls can only be added if their {what} agree, got {one} and {other}")
+
+
+def _devices(out: ForwardBackwardOutput) -> list[int] | None:
+    """Returns the numbers of the devices that an output is on; None while it is traced, or on the host."""
+    if is_traced(out.loss) or not isinstance(out.loss, jax.Array):
+        return None
+    return sorted(device.id for device in out.loss.devices())
 
 
 def _weighing(name: str, out: ForwardBackwardOutput) -> str:

@@ -183,6 +183,9 @@ class Trainer:
                 refuse(
                     name, further[name], "a section of a config, its keys and their values", who="[trainer]"
                 )
+        if not isinstance(further.get("schedule"), str | None):
+            rule = 'the name of a kind of schedule, or "package.module:function" of a kind of your own'
+            refuse("schedule", further["schedule"], rule, who="[trainer]")
         self._parts = {
             "model": model, "params": params, "data": data, "evaluate": evaluate, "loss": loss, "optimizer": optimizer
         }  # fmt: skip

@@ -33,7 +33,7 @@ def plot_losses(
     figure, losses, rate = _panels()
     _draw_losses(losses, train, held_out, dict(baselines or {}))
     rate.plot(*_series(records, "learning_rate"), color=RATE, linewidth=1.5)
-    rate.set(ylabel="learning rate", xlabel="step", ylim=(0, None))
+    rate.set(ylabel="learning rate", xlabel="update", ylim=(0, None))
     rate.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
     figure.savefig(png_path)
     return Path(png_path)
@@ -88,7 +88,7 @@ def _panels() -> tuple[Any, Any, Any]:
 
 
 def _draw_losses(axes: Any, train, held_out, baselines: dict[str, float]) -> None:
-    axes.plot(*train, color=TRAIN, linewidth=1, label="train, each step")
+    axes.plot(*train, color=TRAIN, linewidth=1, label="train")
     axes.plot(*_smoothed(*train), color=RATE, linewidth=1.8, label="train, smoothed")
     last = f" (last {held_out[1][-1]:.3f})" if held_out[1] else ""
     axes.plot(*held_out, color=HELD_OUT, linewidth=1.8, marker="o", markersize=4, label=f"held out{last}")

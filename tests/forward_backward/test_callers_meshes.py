@@ -106,3 +106,15 @@ def test_what_a_traced_call_cannot_change_is_refused():
             out_specs=P(),
             check_vma=False,
         )(BATCH)
+
+
+def test_outputs_on_other_devices_cannot_be_added():
+    half = jax.tree.map(lambda leaf: leaf[:12], BATCH)
+    on_mesh = jaxfb.get_forward_backward_func(jaxfb.make_mesh(**SIZES))(
+        loss, PARAMS, half, jaxfb.BatchPlan(rows=12, rows_per_microbatch=3, data_parallel=4)
+    )
+    alone = jaxfb.get_forward_backward_func()(
+        loss, PARAMS, half, jaxfb.BatchPlan(rows=12, rows_per_microbatch=3)
+    )
+    with pytest.raises(ValueError, match=r"if their devices agree, got \[0, 1, 2, 3\] and \[0\]"):
+        on_mesh + alone

@@ -17,6 +17,7 @@ from jaxfb.checkpoint.store import CheckpointStore
 from jaxfb.cli.commands import main
 from jaxfb.data.loader import row_order
 from jaxfb.metrics import read_jsonl
+from jaxfb.schedules import make
 
 ROWS, UPDATES = 24, 6
 
@@ -295,6 +296,7 @@ def test_callbacks_change_the_gradients_before_the_clip(tmp_path):
         ({"mesh": {"data": 2, "tensr": 2}}, "unknown key mesh.tensr"),
         ({"rows": 7}, "7 rows per update is not a multiple"),
         ({"optimizer": "adam"}, "optimizer"),
+        ({"schedule": make("1f1b", 2, 2)}, 'schedule must be the name of a kind .*"package.module:function"'),
         ({"checkpoint": {"every": 0}}, "every=0 must be positive"),
         (
             {"model": counting_all, "updates": None, "epochs": 1, "rows": 20},
