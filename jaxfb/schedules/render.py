@@ -20,7 +20,7 @@ Mark = tuple[int, int, str]
 def render(schedule, *, width: int = 120, mark: Mark | None = None) -> str:
     """Returns a title, then blocks of ticks; a line for each device and kind, "." is idle, "|" separates phases."""
     integer("width", width, who="[schedule]")
-    title = f"{headline(schedule)}; {BY_DEVICE if schedule.by_device else _phases(schedule)}"
+    title = f"{headline(schedule)}{_placement(schedule)}; {BY_DEVICE if schedule.by_device else _phases(schedule)}"
     starts = {phase.start for phase in schedule.phases if phase.start}
     return "\n".join([title, *render_table(schedule.table, width=width, mark=mark, separators=starts)])
 
@@ -31,7 +31,7 @@ def _phases(schedule) -> str:
 
 
 def titled(text: str) -> dict[str, Any]:
-    """Returns what the title of a printed table says about it beside its cells: options of `Schedule.from_table`."""
+    """Returns what the title of a printed table contains beside the sizes: options of `Schedule.from_table`."""
     placement = re.search(r", placement (v|\[\[[\d, \[\]]+\]\])", text)
     pieces = re.search(r"\d microbatches in (\d{1,9}) pieces", text)
     found = placement[1] if placement else "loop"
@@ -49,7 +49,7 @@ def headline(schedule) -> str:
     sizes = f"{devices} x {chunks}, {schedule.num_microbatches} microbatches"
     if schedule.num_pieces > 1:
         sizes += f" in {schedule.num_pieces} pieces"
-    return f"{schedule.name}: {sizes}, {schedule.num_ticks} ticks{_placement(schedule)}"
+    return f"{schedule.name}: {sizes}, {schedule.num_ticks} ticks"
 
 
 def _placement(schedule) -> str:

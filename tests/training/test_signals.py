@@ -57,6 +57,15 @@ def test_a_second_interrupt_is_a_keyboard_interrupt_and_a_repeated_one_is_not(mo
             send(signal.SIGINT)
 
 
+@pytest.fixture
+def hangup_by_default():
+    """The tests themselves may run under nohup, which ignores it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hangup_by_default")
 def test_a_closed_terminal_saves_however_often_it_signals(monkeypatch):
     monkeypatch.setattr(interrupt, "ONE_SIGNAL", 0.05)
     ended = []
