@@ -182,7 +182,7 @@ class RewardConfig:
 
     kl_estimator: of the KL at each token, see `losses.kl_penalty`.
     kl_coef: 0: none. target: nats a sequence token the coefficient steers to; null: it stays.
-    horizon: rows over which an error of 20 % changes it by a fifth; above a fifth of a rollout's rows.
+    horizon: rows over which an error of 20 % changes kl_coef by a fifth; must be above a fifth of a rollout's rows.
     """
 
     kl_coef: float = 0.0

@@ -32,7 +32,7 @@ from jaxfb.forward_backward.resolved import Resolved, resolve
 from jaxfb.forward_backward.sequential import num_layers
 from jaxfb.mesh import axis_size, check_mesh, make_mesh
 from jaxfb.output import ForwardBackwardOutput
-from jaxfb.parallel import pipe, sharding
+from jaxfb.parallel import pipe
 from jaxfb.parallel.layer_order import LayerOrder
 from jaxfb.parallel.set_mesh import on_its_mesh
 from jaxfb.parts import HEADS
@@ -136,7 +136,7 @@ class ForwardBackward:
     ) -> tuple:
         """Returns (params, microbatches, keys) as the program of a call reads them, checked."""
         model, plan = resolved.model, resolved.plan
-        microbatches = split(sharding.automatic(batch), plan, self.mesh).leaves
+        microbatches = split(batch, plan, self.mesh).leaves
         check_lengths(microbatches, 1 if resolved.schedule is None else resolved.schedule.num_pieces)
         if not forward_only:
             cuts_rows = resolved.placement is not None and HEADS[resolved.placement].cuts_rows
@@ -203,8 +203,7 @@ class ForwardBackward:
         if plan.by_tokens:
             packed = Packed(batch, plan)
             return self.weights(model, params, packed.batch, packed.plan, packed.keys(rng))
-        microbatches = split(sharding.automatic(batch), plan, self.mesh).leaves
-        arrays = calls.placed(resolved, leaves, microbatches, rng)
+        arrays = calls.placed(resolved, leaves, split(batch, plan, self.mesh).leaves, rng)
         return self._jitted(calls.weigh)(resolved, *arrays)
 
     def _jitted(self, function: Callable) -> Callable:

@@ -19,6 +19,7 @@ from jaxfb.batch_plan import BatchPlan
 from jaxfb.forward_backward.arguments import leaves_of, prng_keys
 from jaxfb.mesh import axis_size, replica_axes
 from jaxfb.parallel.context import zigzag
+from jaxfb.parallel.sharding import automatic
 from jaxfb.refusal import Refused, shown
 from jaxfb.types import PyTree
 
@@ -48,6 +49,7 @@ def split(batch: PyTree, plan: BatchPlan, mesh: Mesh | None = None) -> Microbatc
     if isinstance(batch, Microbatches):
         return _check_split(batch, plan)
     _check_batch(batch, plan)
+    batch = automatic(batch)  # JAX reshapes no dim that explicit axes cut
     if (size := axis_size(mesh, "context")) > 1:
         batch = _in_context_order(batch, size)
     return Microbatches(jax.tree.map(lambda leaf: _cut(leaf, plan), batch))

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import jax
 from jax import lax
 
+from jaxfb.forward_backward.buffers import Buffers, Shapes
 from jaxfb.forward_backward.layer_passes import Layers, StageInputs
 from jaxfb.forward_backward.piece_stage import Cache, PieceInputs, PieceSlot, PieceStage
 from jaxfb.forward_backward.pieces import check_outputs, piece_of, whole_records
-from jaxfb.forward_backward.pipeline import Buffers, Executor, Shapes, Tick
+from jaxfb.forward_backward.pipeline import Executor, Tick
 from jaxfb.forward_backward.slot import Slot
 from jaxfb.forward_backward.target import Target
 from jaxfb.types import LossOutput, PyTree

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 
 from jaxfb.forward_backward.accumulate import added, empty_sums
+from jaxfb.forward_backward.buffers import Buffers, Shapes, Weights, add, get, put
 from jaxfb.forward_backward.head_placement import HeadPlacement
 from jaxfb.forward_backward.last_tick import LastTick
 from jaxfb.forward_backward.layer_passes import Layers, StageInputs
@@ -34,36 +35,6 @@ from jaxfb.parallel.row_order import in_rows
 from jaxfb.refusal import Refused
 from jaxfb.schedules import Phase, Program
 from jaxfb.types import LossOutput, PyTree
-
-
-class Weights(NamedTuple):
-    """Parameters, or their gradients, as a device of the pipeline holds them: layers [num_chunks, l, ...]."""
-
-    outer: PyTree
-    layers: PyTree
-
-
-class Buffers(NamedTuple):
-    """The arrays that a device carries from tick to tick. Slots are the leading dim."""
-
-    residual: PyTree
-    activation: PyTree
-    gradient: PyTree
-    cotangent: PyTree
-    arriving: dict[str, PyTree]
-    leaving: PyTree
-    grads: Any  # Weights; None in a program without a backward
-    records: LossOutput
-    layer_records: LossOutput
-
-
-class Shapes(NamedTuple):
-    """The shapes of a stage's inputs, and of its terms and metrics."""
-
-    inputs: StageInputs
-    layers: Layers
-    hidden: PyTree
-    out: LossOutput
 
 
 @dataclass(frozen=True)
@@ -184,13 +155,13 @@ class Tick:
         gradients = {channel: pipe.shift(b.leaving, channel) for channel in arrivals[1]}
         for channel in arrivals[0]:
             b = b._replace(
-                activation=_put(b.activation, row[f"activation_from_{channel}"], b.arriving[channel])
+                activation=put(b.activation, row[f"activation_from_{channel}"], b.arriving[channel])
             )
         if "F" in kinds:
             b, hidden = self._forward(b, row, events["embed"])
             b = self._loss(b, row, hidden, events["loss"])
         for channel, gradient in gradients.items():
-            b = b._replace(gradient=_put(b.gradient, row[f"gradient_from_{channel}"], gradient))
+            b = b._replace(gradient=put(b.gradient, row[f"gradient_from_{channel}"], gradient))
         if "B" in kinds:
             b = self._backward(b, row, events["embed_gradient"])
         if "W" in kinds:
@@ -206,7 +177,7 @@ class Tick:
             layers = self._layers(row["f_chunk"])
             hidden, out, residual = self._stage_forward(row, layers, before, inputs, residual)
             out = masked(row["f_valid"] == 1, self._among_all(layers, out))
-            records = _add(records, row["f_microbatch"], out)
+            records = add(records, row["f_microbatch"], out)
             return residual, records, hidden
 
         with jax.named_scope("F"):
@@ -223,7 +194,7 @@ class Tick:
         return hidden, out, residual if slot is None else slot.buffers
 
     def _input(self, b: Buffers, row: dict, when: str) -> PyTree:
-        arrived = _get(b.activation, row["f_input"])
+        arrived = get(b.activation, row["f_input"])
         if when == "none":
             return arrived
         inputs = self._inputs(row["embed_microbatch"])
@@ -240,7 +211,7 @@ class Tick:
         if self._seeds is None:
 
             def answer_only(records):
-                return _put(records, microbatch, self._head.loss(self._weights.outer, hidden, inputs))
+                return put(records, microbatch, self._head.loss(self._weights.outer, hidden, inputs))
 
             return b._replace(records=self._if("loss", when, row["loss_valid"], answer_only, b.records))
 
@@ -248,8 +219,8 @@ class Tick:
             records, gradient, outer = carried
             seeds = self._seed(microbatch, records.terms)
             out, grads, cotangent = self._head.loss_backward(self._weights.outer, hidden, inputs, seeds)
-            gradient = _put(gradient, row["loss_gradient"], cotangent)
-            return _put(records, microbatch, out), gradient, added(outer, grads)
+            gradient = put(gradient, row["loss_gradient"], cotangent)
+            return put(records, microbatch, out), gradient, added(outer, grads)
 
         carried = self._if("loss", when, row["loss_valid"], answer, (b.records, b.gradient, b.grads.outer))
         return b._replace(records=carried[0], gradient=carried[1], grads=b.grads._replace(outer=carried[2]))
@@ -257,7 +228,7 @@ class Tick:
     def _backward(self, b: Buffers, row: dict, when: str) -> Buffers:
         inputs = self._stage_inputs(row["b_microbatch"])
         seeds = self._seed(row["b_microbatch"], b.layer_records.terms)
-        cotangent = self._filled(row["b_valid"], _get(b.gradient, row["b_gradient"]))
+        cotangent = self._filled(row["b_valid"], get(b.gradient, row["b_gradient"]))
 
         def run(carried):
             return self._stage_backward(row, b.residual, seeds, inputs, *carried)
@@ -361,12 +332,12 @@ class Tick:
     def _layers(self, chunk: jax.Array) -> Layers:
         params, whole = self._weights.layers, self._whole_layers
         if self._layout.num_chunks == 1:
-            return Layers(*_get((params, self._index, self._real, whole), chunk))
-        index, real = _get((self._index, self._real), chunk)
+            return Layers(*get((params, self._index, self._real, whole), chunk))
+        index, real = get((self._index, self._real), chunk)
         return Layers(params, index, real, whole, chunk)
 
     def _inputs(self, microbatch: jax.Array) -> StageInputs:
-        return StageInputs(*_get((self._microbatches, self._keys), microbatch))
+        return StageInputs(*get((self._microbatches, self._keys), microbatch))
 
     def _stage_inputs(self, microbatch: jax.Array) -> Any:
         """Returns what the layers are given besides hidden."""
@@ -433,18 +404,6 @@ def _check_float(hidden: PyTree) -> PyTree:
 
 def _zeros(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)
-
-
-def _get(tree: PyTree, slot: jax.Array) -> PyTree:
-    return Slot(tree, slot).get()
-
-
-def _put(tree: PyTree, slot: jax.Array, values: PyTree) -> PyTree:
-    return Slot(tree, slot).put(values).buffers
-
-
-def _add(tree: PyTree, slot: jax.Array, values: PyTree) -> PyTree:
-    return jax.tree.map(lambda leaf, value: leaf.at[slot].add(value.astype(leaf.dtype)), tree, values)
 
 
 def _choose(first: jax.Array, yes: PyTree, no: PyTree) -> PyTree:

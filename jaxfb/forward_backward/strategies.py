@@ -14,13 +14,14 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from jaxfb.forward_backward import accumulate
+from jaxfb.forward_backward.buffers import Weights
 from jaxfb.forward_backward.execution import Execution, is_cut_over
 from jaxfb.forward_backward.in_place import InPlace
 from jaxfb.forward_backward.last_microbatch import LastMicrobatch, cuts_layers
 from jaxfb.forward_backward.last_tick import LastTick
 from jaxfb.forward_backward.loss import checked
 from jaxfb.forward_backward.piece_executor import PieceExecutor
-from jaxfb.forward_backward.pipeline import Executor, Weights
+from jaxfb.forward_backward.pipeline import Executor
 from jaxfb.forward_backward.remat import checkpoint_layer
 from jaxfb.forward_backward.sequential import num_layers, sequential
 from jaxfb.forward_backward.stage import WRITTEN_OUT

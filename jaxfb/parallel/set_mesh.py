@@ -17,7 +17,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def on_its_mesh(method: Method) -> Method:
-    """Runs a method of an object that has a `mesh` as where no mesh is set by `jax.set_mesh`.
+    """Runs a method, of an object that has a `mesh`, as if the caller had set no other mesh by `jax.set_mesh`.
 
     Raises:
       ValueError: JAX is tracing the caller's function, in which another mesh is set or mapped.

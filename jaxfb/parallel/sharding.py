@@ -132,7 +132,9 @@ def _order(sharding: NamedSharding) -> list[int]:
 
 
 def automatic(tree: PyTree) -> PyTree:
-    """Returns arrays that are cut over the explicit axes of a mesh, as `jax.make_mesh` makes them, as automatic ones.
+    """Cuts arrays that explicit axes of a mesh cut, as those of `jax.make_mesh` are, over automatic axes instead.
+
+    No number moves between devices.
 
     Raises:
       ValueError: one is traced, so that its type cannot be changed.

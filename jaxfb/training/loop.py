@@ -336,7 +336,7 @@ class _Loop:
         seconds = round(time.monotonic() - self._began, 2)
         common = {
             "updates": run_.done,
-            "updates_before": run_.before,
+            "updates_before": run_.before or 0,
             "seconds": seconds,
             "metrics": run_.metrics,
         }

@@ -75,8 +75,7 @@ class Run(AbstractContextManager["Run"]):
     work:      what is trained. config, directory: its settings, and where it lives.
     done:      global batches consumed, applied or skipped; also the name of a checkpoint.
     metrics:   of the last evaluation.
-    resumed:   `done` and the state are those of a checkpoint.
-    before:    `done` of that checkpoint, 0 without one.
+    before:    `done` of the checkpoint that the run goes on from; None without one.
     say:       prints a line above the progress.
     phases:    where the time goes.
     kept:      JSON values that the guards save with each checkpoint.
@@ -90,7 +89,8 @@ class Run(AbstractContextManager["Run"]):
         # At least two: the newest is known to be good only when an update after it has been applied.
         keep = max(settings.keep, 2)
         self._store = CheckpointStore(directory.checkpoints, keep, settings.keep_best, settings.asynchronous)
-        self.done, self.resumed, self.before = 0, False, 0
+        self.done = 0
+        self.before: int | None = None
         self.metrics: dict[str, float] = {}
         self.stopped: str | None = None
         self.phases = Phases()
@@ -112,6 +112,11 @@ class Run(AbstractContextManager["Run"]):
     @property
     def mesh(self) -> Any:
         return self.work.mesh
+
+    @property
+    def resumed(self) -> bool:
+        """Returns whether the state was a checkpoint's at first."""
+        return self.before is not None
 
     @property
     def outputs(self) -> Mapping[str, Any]:
@@ -171,7 +176,6 @@ class Run(AbstractContextManager["Run"]):
         if "goodput" in record:
             self.goodput.restore(record["goodput"])
         self.done = self.before = record["update"]
-        self.resumed = True
 
     def _resume_saved(self, allow_changes: bool) -> tuple[Any, dict[str, Any]]:
         """Returns state and record of the newest checkpoint in the run directory that can be read."""
