@@ -391,8 +391,8 @@ def test_a_missing_mask_of_the_ends_is_noticed(breaks):
 
 @pytest.mark.slow
 def test_an_activation_of_another_microbatch_is_noticed(breaks):
-    right = pipeline._get
-    breaks(pipeline, "_get", lambda tree, slot: right(tree, jnp.maximum(slot - 1, 0)))
+    right = pipeline.get
+    breaks(pipeline, "get", lambda tree, slot: right(tree, jnp.maximum(slot - 1, 0)))
 
 
 @pytest.mark.slow
