@@ -20,8 +20,8 @@ import json  # noqa: E402
 
 import environment  # noqa: E402
 import jax  # noqa: E402
+import listed  # noqa: E402
 import pytest  # noqa: E402
-import thorough  # noqa: E402
 from quickly import flags  # noqa: E402
 
 import jaxfb.platforms.cpu  # noqa: E402
@@ -87,7 +87,7 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if " at 0x" in item.nodeid:
             raise pytest.UsageError(f"the name of a test contains an object's address: {item.nodeid}")
-    thorough.mark(config, items)
+    listed.mark(config, items)
 
 
 @pytest.fixture

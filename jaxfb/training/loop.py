@@ -24,15 +24,15 @@ from jaxfb.refusal import Refused, boolean
 from jaxfb.registry import attribute_of
 from jaxfb.training.agreement import what_runs
 from jaxfb.training.compile_cache import use_compile_cache
+from jaxfb.training.continuing import after_a_loss, again, already_finished, left, saved, where_from
 from jaxfb.training.disk import bytes_of, lack_of_space
-from jaxfb.training.ending import after_failures, after_fault, length_key, what_is_saved
+from jaxfb.training.ending import after_failures, after_fault
 from jaxfb.training.guard import DeviceFault, GuardAbort, NonFiniteAbort
 from jaxfb.training.guards import Guards, Spike
 from jaxfb.training.hosts import Hosts
 from jaxfb.training.interrupt import Interrupt, Stopped, stopped_early
 from jaxfb.training.log import Log
 from jaxfb.training.open_mesh import with_mesh
-from jaxfb.training.report import command
 from jaxfb.training.run_dir import RunDirectory, write_json
 from jaxfb.training.run_lock import RunLock, claim
 from jaxfb.training.session import Result, Run
@@ -85,7 +85,7 @@ def run(make_work: MakeWork, config: Any, start: Start, callbacks: Iterable[Call
             return _run(make_work, config, start, hooks, directory, interrupt)
         except Stopped as stopped:
             newest = stopped.newest() if stopped.newest else directory.newest_update()
-            print(f"{stopped_early(str(stopped))}; {_after_a_loss(directory, newest)}", flush=True)
+            print(f"{stopped_early(str(stopped))}; {after_a_loss(directory, newest)}", flush=True)
             return Result("interrupted", directory.path, newest or 0, {})
 
 
@@ -101,7 +101,7 @@ def _run(
         interrupt.join()
         config = replace(config, hosts=HostsConfig())
         hosts.agree("config or code", lambda: what_runs(config, **vars(start)))
-        hosts.advise(lambda: _after_a_loss(directory, directory.newest_update()))
+        hosts.advise(lambda: after_a_loss(directory, directory.newest_update()))
         config = with_mesh(config, hosts, directory if start.resume else None)
         if not start.fresh and (summary := hosts.first(lambda: directory.finished(config))):
             return _already_finished(hosts, directory, config, summary["updates"], summary)
@@ -114,7 +114,7 @@ def _run(
         interrupt.limit(config.run.minutes, config.run.stop_at)
         with Undo(directory, lock) as undo, Run(work, directory, hosts.say) as run_:
             hosts.first(lambda: undo.begin(start.fresh))
-            hosts.advise(lambda: _after_a_loss(directory, run_.newest_saved))
+            hosts.advise(lambda: after_a_loss(directory, run_.newest_saved))
             try:
                 return _Loop(hosts, run_, callbacks, interrupt, undo).start(start)
             except Stopped as stopped:  # checkpoints that were passed over as damaged are known by now
@@ -154,7 +154,7 @@ class _Loop:
         if hosts.is_first:
             for title, rows in self._work.tables():
                 print_table(title, rows)
-        hosts.say(_where_from(run_, start.resume))
+        hosts.say(where_from(run_, start.resume))
         with Log(run_, self._interrupt.fail) if hosts.is_first else nullcontext(Callback()) as log:
             self._hooks = combine([log, self._callbacks])
             self._guard = Guards(run_)
@@ -189,7 +189,7 @@ class _Loop:
             advice = after_fault if isinstance(error, DeviceFault) else after_failures
             there = dump and run_.directory.is_kept
             replay = f"; the update can be computed again with: jaxfb replay {dump}" if there else ""
-            raise type(error)(f"{error}; {advice(run_.newest_saved, _again(run_))}{replay}") from None
+            raise type(error)(f"{error}; {advice(run_.newest_saved, again(run_))}{replay}") from None
         run_.wait_saved()
 
     def _check_space(self) -> None:
@@ -273,7 +273,7 @@ class _Loop:
                 raise
             self._save()
             self._run.wait_saved()
-            error.args = (f"{error}; {_saved(self._run)}", *error.args[1:])
+            error.args = (f"{error}; {saved(self._run)}", *error.args[1:])
             raise
 
     def _arrive(self, pushed: tuple[int, Any] | None = None) -> None:
@@ -313,12 +313,10 @@ class _Loop:
     def _end(self) -> Result:
         hosts, run_, path = self._hosts, self._run, self._run.directory.path
         if failure := self._interrupt.failure:
-            raise CannotWrite(
-                f"{failure}; {_saved(run_)}; free some space, then continue with: {_again(run_)}"
-            )
+            raise CannotWrite(f"{failure}; {saved(run_)}; free some space, then continue with: {again(run_)}")
         if not run_.finished:
             why = self._interrupt.signal or run_.stopped
-            hosts.say(f"{why}: {_left(run_)}")
+            hosts.say(f"{why}: {left(run_)}")
             status = "interrupted" if self._interrupt.signal else "stopped"
             return Result(status, path, run_.done, run_.metrics)
         prepared = self._work.prepare_end()
@@ -379,52 +377,8 @@ def _check_shared(hosts: Hosts, directory: RunDirectory) -> None:
     hosts.first(directory.unmark)
 
 
-def _after_a_loss(directory: RunDirectory, newest: int | None) -> str:
-    if not directory.is_kept:
-        return "start the run again"
-    if directory.has_identity:
-        saved = "" if newest is None else f"update {newest} is saved in {directory.path}, and "
-        return f"{saved}later ones may be on the hosts' own disks: start the run again with --resume"
-    if newest is None:
-        return "nothing is saved yet: start the run again"
-    return f"update {newest} is saved: start the run again with --resume"
-
-
 def _already_finished(
     hosts: Hosts, directory: RunDirectory, config: Any, updates: int, summary: dict | None
 ) -> Result:
-    hosts.say(
-        f"{directory.path} is finished: {updates} update{'s' * (updates != 1)}. To train it longer, resume it with a "
-        f"larger {length_key(config)}; to start over, run it fresh (--resume and --fresh, or resume=True and "
-        "fresh=True of Trainer.train)"
-    )
+    hosts.say(already_finished(directory, config, updates))
     return Result("finished", directory.path, updates, (summary or {}).get("metrics", {}), summary)
-
-
-def _where_from(run_: Run, resume: bool) -> str:
-    if run_.resumed:
-        return f"resuming {run_.directory.path} after update {run_.done} of {run_.total}"
-    return (
-        f"no checkpoint in {run_.directory.path} to resume from: starting at update 0"
-        if resume
-        else "starting"
-    )
-
-
-def _saved(run_: Run) -> str:
-    return what_is_saved(run_.done, run_.total, run_.newest_saved)
-
-
-def _left(run_: Run) -> str:
-    """Returns what there is to continue from, and how."""
-    if not run_.directory.is_kept:
-        return f"ended after update {run_.done} of {run_.total}"
-    return f"{_saved(run_)}; continue with: {_again(run_)}"
-
-
-def _again(run_: Run) -> str:
-    if run_.work.in_program:
-        return "trainer.train(resume=True)"
-    if not run_.directory.is_kept:
-        return f"{command()} {run_.work.command} CONFIG --smoke"
-    return f"{command()} {run_.work.command} {run_.directory.path} --resume"

@@ -1,0 +1,61 @@
+"""Sentences on how a run begins, what it leaves when it stops, and how to continue it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxfb.training.ending import length_key, what_is_saved
+from jaxfb.training.report import command
+from jaxfb.training.run_dir import RunDirectory
+from jaxfb.training.session import Run
+
+
+def after_a_loss(directory: RunDirectory, newest: int | None) -> str:
+    """Returns what to do when the job has lost a process or was stopped early; `newest` is the last update saved."""
+    if not directory.is_kept:
+        return "start the run again"
+    if directory.has_identity:
+        saved = "" if newest is None else f"update {newest} is saved in {directory.path}, and "
+        return f"{saved}later ones may be on the hosts' own disks: start the run again with --resume"
+    if newest is None:
+        return "nothing is saved yet: start the run again"
+    return f"update {newest} is saved: start the run again with --resume"
+
+
+def already_finished(directory: RunDirectory, config: Any, updates: int) -> str:
+    """Returns how to continue a run that has made all its updates."""
+    return (
+        f"{directory.path} is finished: {updates} update{'s' * (updates != 1)}. To train it longer, resume it with a "
+        f"larger {length_key(config)}; to start over, run it fresh (--resume and --fresh, or resume=True and "
+        "fresh=True of Trainer.train)"
+    )
+
+
+def where_from(run: Run, resume: bool) -> str:
+    """Returns from which update a run starts; resume: whether it was asked to continue."""
+    if run.resumed:
+        return f"resuming {run.directory.path} after update {run.done} of {run.total}"
+    if resume:
+        return f"no checkpoint in {run.directory.path} to resume from: starting at update 0"
+    return "starting"
+
+
+def saved(run: Run) -> str:
+    """Returns which update is saved."""
+    return what_is_saved(run.done, run.total, run.newest_saved)
+
+
+def left(run: Run) -> str:
+    """Returns what there is to continue from, and the command for it."""
+    if not run.directory.is_kept:
+        return f"ended after update {run.done} of {run.total}"
+    return f"{saved(run)}; continue with: {again(run)}"
+
+
+def again(run: Run) -> str:
+    """Returns the command, or the call, that continues a run."""
+    if run.work.in_program:
+        return "trainer.train(resume=True)"
+    if not run.directory.is_kept:
+        return f"{command()} {run.work.command} CONFIG --smoke"
+    return f"{command()} {run.work.command} {run.directory.path} --resume"

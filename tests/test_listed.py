@@ -1,0 +1,38 @@
+"""Listed tests get the list's mark, unless the command line names a test, and a list with stale names is refused."""
+
+from types import SimpleNamespace
+
+import listed
+import pytest
+
+ALL = sorted((one, mark) for mark, ids in listed.LISTED.items() for one in ids)
+(LISTED, MARK), OTHER = ALL[0], "tests/test_listed.py::other"
+
+
+def marked(args, ids):
+    """Returns (id, mark) of the tests that `mark` marks; args: those of pytest's command line."""
+    found = []
+    items = [
+        SimpleNamespace(nodeid=one, add_marker=lambda mark, one=one: found.append((one, mark.name)))
+        for one in ids
+    ]
+    listed.mark(SimpleNamespace(args=args, getini=lambda name: ["tests"]), items)
+    return sorted(found)
+
+
+def test_listed_tests_are_marked_and_no_others():
+    assert marked(["tests/models"], [OTHER, LISTED]) == [(LISTED, MARK)]
+    assert marked(["tests"], [OTHER, *(one for one, _ in ALL)]) == ALL
+
+
+def test_no_test_is_in_both_lists():
+    assert not listed.LISTED["slow"] & listed.LISTED["thorough"]
+
+
+def test_a_test_that_is_named_runs():
+    assert marked([LISTED], [LISTED]) == []
+
+
+def test_a_listed_test_that_is_not_in_the_whole_suite_is_refused():
+    with pytest.raises(pytest.UsageError, match="names tests that are not there"):
+        marked(["tests"], [OTHER])
