@@ -82,8 +82,9 @@ CASES = {
         "queries, keys, values, answers, forward and backward; as fsdp by step",
     ),
     "expert": (
-        dict(expert=K), {}, M * L * PART * 4 * 2 * HIDDEN + 2 * PART * (4 * num_params(EXPERTS) - EXPERT_PARAMS),
-        "each token to 2 experts and back, forward and backward; all-reduce of all gradients but the experts'",
+        dict(expert=K), dict(fsdp_gather="step"),
+        M * L * PART * 4 * 2 * HIDDEN + 2 * PART * (4 * num_params(EXPERTS) - EXPERT_PARAMS),
+        "each token to 2 experts and back, forward and backward; all parameters but the experts' as fsdp by step",
     ),
     "pipe, 1f1b": (
         dict(pipe=K), dict(head_placement="last"), 2 * (M + K - 1) * HIDDEN + 2 * PART * OUTER,
