@@ -92,7 +92,7 @@ class SwiGLU(nnx.Module):
 
 
 class Embed(nnx.Module):
-    """Token -> vector, perhaps scaled. [R, T] -> [R, T, D], V split over `tensor`."""
+    """Token -> vector, perhaps scaled; zeros for an id outside [0, V). [R, T] -> [R, T, D], V split over `tensor`."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.embedding = nnx.Param(table_init(rngs.params(), (config.vocab_size, config.hidden_size)))
@@ -113,10 +113,7 @@ class Embed(nnx.Module):
 
     def part(self, tokens_RT: jax.Array, axis: str) -> jax.Array:
         """Embeds with V cut over a manual axis: zero for tokens elsewhere, so the sum over `axis` is whole."""
-        size = self.embedding[...].shape[0]
-        local_RT = tokens_RT - jax.lax.axis_index(axis) * size
-        here_RT = (local_RT >= 0) & (local_RT < size)
-        return jnp.where(here_RT[..., None], self(jnp.where(here_RT, local_RT, 0)), 0)
+        return self(tokens_RT - jax.lax.axis_index(axis) * self.embedding[...].shape[0])
 
 
 class Outer(nnx.Module):

@@ -54,7 +54,8 @@ def transformer(config: TransformerConfig, *, loss: HeadLoss | None = None) -> P
     """Builds the transformer of `config` as three pure functions over the dict that `init_params` makes.
 
     A microbatch holds `tokens` i32[R, T] and optionally `segments` i32[R, T] (attention stays inside one) and
-    `positions` i32[R, T] (0..T-1 if absent), beside what the loss reads. Computes in the params' dtype.
+    `positions` i32[R, T] (0..T-1 if absent), beside what the loss reads. A token outside [0, vocab_size) has an
+    embedding of zeros and no gradient, on every mesh. Computes in the params' dtype.
 
     Args:
       config: the sizes.

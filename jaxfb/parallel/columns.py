@@ -47,13 +47,13 @@ class Columns:
         return table.slice(self.grid, 1)
 
     def places(self, table: Table, tokens: jax.Array) -> jax.Array:
-        """Returns the rows of `of` that are the tokens'; of a token beyond the vocabulary one beyond the rows."""
+        """Returns the rows of `of` that are the tokens', which are in the vocabulary."""
         if not _cuts_vocabulary(table):
             return tokens
         number = table.shard.shape[0]
         device, own = tokens // number, tokens % number
         row, place = device // self.grid.within, device % self.grid.within
-        return jnp.where(device < self.grid.size, (place * self.grid.across + row) * number + own, tokens)
+        return (place * self.grid.across + row) * number + own
 
     def scattered(self, table: Table, grad: jax.Array) -> Table:
         """Returns the gradient of the table's shard from that of the columns, in the order of `of`."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxfb.parallel.columns import Columns, columns_of
@@ -20,15 +21,26 @@ from jaxfb.platforms.compat import custom_vjp
 
 
 def look_up(matrix: jax.Array | Table, tokens: jax.Array) -> jax.Array:
-    """Returns `matrix[tokens]`, float[..., width], for tokens of any shape.
+    """Returns `matrix[tokens]`, float[..., width], for tokens of any shape; zeros, and no gradient, for a token outside
+    [0, vocab).
+
+    Such a token has no row: a negative one does not count from the end.
 
     Args:
       matrix: float[vocab, width], or a table of it in shards, of which each device gathers a few columns, or one part
         after the other. Its gradient is summed over the tokens in float32, or in its own dtype if that is wider.
       tokens: int[...].
     """
+    vocab = matrix.whole_shape[0] if isinstance(matrix, Table) else matrix.shape[0]
+    # an int32, since ids may be of a dtype that does not hold `vocab`
+    is_inside = (tokens >= 0) & (tokens < np.int32(vocab))
+    rows = _rows_inside(matrix, jnp.where(is_inside, tokens, 0))
+    return jnp.where(is_inside[..., None], rows, 0)
+
+
+def _rows_inside(matrix: jax.Array | Table, tokens: jax.Array) -> jax.Array:
+    """Returns `matrix[tokens]` for tokens in [0, vocab)."""
     if isinstance(matrix, Table):
-        tokens = jnp.where(tokens < 0, tokens + matrix.whole_shape[0], tokens)
         columns = columns_of(matrix, tokens.size)
         return _in_parts(matrix, tokens) if columns is None else _in_columns(columns, matrix, tokens)
     exact = jnp.promote_types(matrix.dtype, jnp.float32) == matrix.dtype
@@ -115,8 +127,7 @@ _in_parts.defvjp(_in_parts_forward, _in_parts_backward)
 
 @custom_vjp(0)
 def _in_columns(columns: Columns, table: Table, tokens: jax.Array) -> jax.Array:
-    there = jnp.clip(tokens.reshape(-1), 0, table.whole_shape[0] - 1)
-    places = columns.places(table, columns.ask(there))
+    places = columns.places(table, columns.ask(tokens.reshape(-1)))
     return columns.answer(columns.of(table)[places]).reshape(*tokens.shape, -1)
 
 

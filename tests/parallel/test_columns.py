@@ -61,15 +61,16 @@ def test_rows_and_gradient_are_those_of_the_whole(sizes, spec, vocab):
 
 
 @pytest.mark.parametrize(("sizes", "spec", "vocab"), MESHES[:2], ids=str)
-def test_negative_tokens_count_from_the_end_and_those_of_no_row_change_nothing(sizes, spec, vocab):
+def test_tokens_outside_the_vocabulary_have_zeros_and_no_gradient(sizes, spec, vocab):
     matrix, tokens, cotangent = given(vocab)
-    tokens[:, ::2] = [-1]
-    tokens[:, 1::4] = [vocab + 5]
+    tokens[:, ::2] = -1
+    tokens[:, 1::4] = vocab + 5
     rows, grad, _ = looked_up(sizes, spec, matrix, tokens, cotangent)
-    inside = tokens < vocab
+    inside = (tokens >= 0) & (tokens < vocab)
     wanted = np.zeros_like(matrix)
     np.add.at(wanted, tokens[inside], cotangent[inside])
     np.testing.assert_array_equal(np.asarray(rows)[inside], matrix[tokens[inside]])
+    assert inside.any() and not np.asarray(rows)[~inside].any()
     np.testing.assert_allclose(grad, wanted, rtol=1e-12, atol=1e-12)
 
 

@@ -55,11 +55,20 @@ def test_autodiff_alone_is_less_exact():
     assert np.abs(of_autodiff - exact)[3].max() > 0.01 * np.abs(exact)[3].max()
 
 
-def test_tokens_of_no_row_change_nothing():
-    """As with indices of an array: those beyond the vocabulary have no gradient, negative ones count from the end."""
-    tokens, cotangent = jnp.asarray([1, VOCAB, -1, 1]), jnp.ones((4, WIDTH), jnp.bfloat16)
-    grad = gradient(tokens, cotangent, jnp.bfloat16)
-    assert (grad[1] == 2).all() and (grad[VOCAB - 1] == 1).all() and grad.sum() == 3 * WIDTH
+@pytest.mark.parametrize("dtype", [jnp.float64, jnp.bfloat16])
+@pytest.mark.parametrize("ids", [np.int64, np.int8])
+def test_tokens_outside_the_vocabulary_have_zeros_and_no_gradient(dtype, ids):
+    """Negative ones too, which do not count from the end."""
+    tokens, cotangent = jnp.asarray([1, VOCAB, -1, -100, 1, 99], ids), jnp.ones((6, WIDTH), dtype)
+    rows = look_up(jnp.ones((VOCAB, WIDTH), dtype), tokens)
+    assert rows.dtype == dtype and rows.sum(1).tolist() == [WIDTH, 0, 0, 0, WIDTH, 0]
+    grad = gradient(tokens, cotangent, dtype)
+    assert (grad[1] == 2).all() and grad.sum() == 2 * WIDTH
+
+
+def test_ids_may_be_of_a_dtype_that_does_not_hold_the_size_of_the_vocabulary():
+    matrix = jnp.arange(300.0)[:, None]
+    np.testing.assert_array_equal(look_up(matrix, jnp.asarray([255, 3], jnp.uint8))[:, 0], [255, 3])
 
 
 def of_mesh(mesh, **options):
