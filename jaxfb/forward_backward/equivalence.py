@@ -1,7 +1,7 @@
 """Compares a model's gradients on any mesh under any schedule with those of one device.
 
-The comparison is plain `jax.value_and_grad` of all rows at once. It shares no code with the engine but the way a
-`Pipelined` is put together.
+The comparison is plain `jax.value_and_grad` of all rows at once, or of a sum over microbatches where `normalize`
+divides each by itself or none. It shares no code with the engine but the way a `Pipelined` is put together.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from jaxfb.refusal import Refused, choice, function, instance, integer, refuse
 from jaxfb.schedules import KINDS, Schedule, kind_of
 from jaxfb.schedules.by_device import runs_on
 from jaxfb.trainable import checked_patterns, pruned
-from jaxfb.types import LossFn, Pipelined, PyTree
+from jaxfb.types import LossFn, Pipelined, PyTree, Sum
 
 ScheduleChoice = str | Schedule | tuple[str, int]
 
@@ -162,7 +162,8 @@ def check_equivalence(
       dtype: "float64", "float32", "bfloat16" or "float16"; None is float64 where x64 is enabled (`JAX_ENABLE_X64=1`),
         else float32. The one device computes in float64 or float32 whatever the dtype, from the same rounded numbers.
       report: called with each `Difference` as it is found; a case takes seconds to compile.
-      options: of `get_forward_backward_func`, such as remat, fsdp_gather, optimizer_sharding, trainable.
+      options: of `get_forward_backward_func`, such as remat, fsdp_gather, optimizer_sharding, trainable. The one
+        device divides by the rule of `normalize`.
     Returns:
       `Equivalence`: print it, or call `.raise_if_above(tolerance)`. A mesh or schedule that does not fit the model
       is listed with the reason.
@@ -186,7 +187,8 @@ def check_equivalence(
     params, batch = _cast((params, batch), dtype)
     rows = len(jax.tree.leaves(batch)[0])
     wide_params, wide_batch = _cast((params, batch), widest)
-    loss, grads = _whole(model, wide_params, wide_batch, rng)
+    objective = _objective(options.get("normalize", "global"), rows, rows_per_microbatch)
+    loss, grads = _whole(model, wide_params, wide_batch, rng, objective)
     whole = loss, pruned(checked_patterns(options.get("trainable")), grads)
     found = []
     for mesh in meshes:
@@ -269,8 +271,32 @@ def _check_meshes(meshes: Any) -> Sequence[Mapping[str, int] | Mesh]:
     return meshes
 
 
-def _whole(model: LossFn | Pipelined, params: PyTree, batch: PyTree, rng: Any) -> tuple[float, PyTree]:
-    """Returns (loss, gradient) of all rows at once on one device."""
+Objective = Callable[[Callable[[PyTree], Mapping[str, Sum]], PyTree], jax.Array]
+"""Returns the loss, from a function of rows to their terms and all rows."""
+
+
+def _objective(normalize: str, rows: int, rows_per_microbatch: int) -> Objective:
+    """Returns what is minimized under this option, over microbatches of so many rows of one replica each."""
+    if normalize == "global":
+        return lambda terms_of, data: sum(term.value for term in terms_of(data).values())
+    number = BatchPlan(rows=rows, rows_per_microbatch=rows_per_microbatch).num_microbatches
+
+    def value(term: Sum) -> jax.Array:
+        return term.total if normalize == "none" or term.weight is None else term.value / number
+
+    def over_microbatches(terms_of, data):
+        def one(part):
+            return sum(value(term) for term in terms_of(part).values())
+
+        return lax.map(one, jax.tree.map(lambda x: x.reshape(number, -1, *x.shape[1:]), data)).sum()
+
+    return over_microbatches
+
+
+def _whole(
+    model: LossFn | Pipelined, params: PyTree, batch: PyTree, rng: Any, objective: Objective
+) -> tuple[float, PyTree]:
+    """Returns (loss, gradient) of all rows on one device."""
     loss_fn = sequential(model) if isinstance(model, Pipelined) else model
     rows = len(jax.tree.leaves(batch)[0])
     keys, counted = row_keys(rng, BatchPlan(rows=rows, num_microbatches=1)), counted_of(model)
@@ -279,8 +305,7 @@ def _whole(model: LossFn | Pipelined, params: PyTree, batch: PyTree, rng: Any) -
         if counted is not None and counted.before is not None:
             metrics = dict(as_loss_output(loss_fn(params, batch, keys)).metrics)
             params = counted.before(params, lax.stop_gradient(metrics))
-        terms = as_loss_output(loss_fn(params, batch, keys)).terms
-        return sum(term.value for term in terms.values())
+        return objective(lambda data: as_loss_output(loss_fn(params, *data)).terms, (batch, keys))
 
     device = jax.devices()[0]
     return jax.device_get(jax.jit(jax.value_and_grad(loss))(*jax.device_put((params, batch, keys), device)))

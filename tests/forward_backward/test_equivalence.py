@@ -59,6 +59,31 @@ def test_a_mean_inside_the_loss_is_found():
         found.raise_if_above()
 
 
+@pytest.mark.parametrize("normalize", ["global", "microbatch", "none"])
+def test_one_device_divides_as_the_meshes_are_asked_to(normalize):
+    def loss(params, microbatch, rng):
+        rows, weights = microbatch["row_weight"].shape[0], microbatch["row_weight"]
+        squares = (params["embed"][microbatch["tokens"]] ** 2).sum((1, 2))
+        terms = {"loss": jaxfb.Sum((squares * weights).sum(), weights.sum())}
+        terms |= {"sum": jaxfb.Sum(squares.sum()), "penalty": jaxfb.Sum((params["embed"] ** 4).sum(), 1.0)}
+        return jaxfb.LossOutput(terms | {"rows": jaxfb.Sum(squares.sum(), rows)})
+
+    params, given = {"embed": toy.params()["embed"]}, ([{}, {"data": 2}, {"fsdp": 2, "data": 2}],)
+    batch = toy.batch(rows=8)
+    jaxfb.check_equivalence(loss, params, batch, *given, normalize=normalize).raise_if_above(1e-12)
+    of_two = jaxfb.check_equivalence(
+        loss, params, batch, [{"data": 2}], rows_per_microbatch=2, normalize=normalize
+    )
+    of_two.raise_if_above(1e-12)
+
+
+@pytest.mark.parametrize("normalize", ["microbatch", "none"])
+def test_microbatches_of_several_sizes_are_not_compared(normalize):
+    given = toy.model, toy.params(), toy.batch(rows=8), [{}]
+    with pytest.raises(ValueError, match="rows_per_microbatch"):
+        jaxfb.check_equivalence(*given, rows_per_microbatch=3, normalize=normalize)
+
+
 def test_a_gradient_that_is_not_finite_is_found():
     def loss(params, microbatch, rng):  # 0 * inf in a backward, only where a microbatch is one row
         rows = microbatch["row_weight"].shape[0]
