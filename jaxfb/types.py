@@ -258,7 +258,8 @@ class Counted:
     leaves: params -> tree like it of bool: True for such a leaf.
     before: optional, (params, metrics) -> params with additional leaves that the layers need before the backward. It
             costs one more forward pass without the head, whose metrics it receives; the added leaves have no gradient.
-    after:  optional, (params, metrics) -> params; called once per applied update, after the optimizer.
+    after:  optional, (params, metrics) -> params; called once per applied update, after the optimizer. The metrics are
+            those of another loss where an update is of that alone.
     """
 
     leaves: Callable[[PyTree], PyTree]

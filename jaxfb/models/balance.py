@@ -149,7 +149,12 @@ def _with_load(config: TransformerConfig, params: PyTree, metrics: dict) -> PyTr
 
 
 def _move_bias(config: TransformerConfig, params: PyTree, metrics: dict) -> PyTree:
-    """Returns params with every bias [L, E] a step of the rate higher or lower; where the load is the mean it stays."""
+    """Returns params with every bias [L, E] a step of the rate higher or lower; where the load is the mean it stays.
+
+    All stay where no load was counted, since an update may be of another loss alone.
+    """
+    if LOAD not in metrics:
+        return params
 
     def moved(layer, choices):
         router = layer["moe"]["router"]

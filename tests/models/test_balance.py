@@ -6,6 +6,7 @@ from functools import cache
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from whole import apply
 
@@ -134,6 +135,29 @@ def test_a_bias_moves_towards_the_mean_without_rounding():
         moved = after({"layers": layers}, {"expert_load": jaxfb.Sum(choices)})["layers"]["moe"]["router"]
     np.testing.assert_array_equal(moved["bias"], 0.5 * np.array([[0, 0, 0], [-1, 0, 1], [1, 1, -1]]))
     assert moved["kernel"] == 0
+
+
+def test_an_update_in_which_no_load_is_counted_leaves_the_biases():
+    """Of another loss alone; beside the model's own they move by its counts."""
+    config = replace(CONFIG, batch_balance_coefficient=0.0)
+    step = jaxfb.make_train_step(
+        transformer(config), optax.sgd(0.1), jaxfb.make_mesh(), jaxfb.BatchPlan(rows=ROWS, num_microbatches=2)
+    )
+
+    def penalty(params, microbatch, rng):
+        return jaxfb.LossOutput({"penalty": jaxfb.Sum((params["norm"]["scale"] ** 2).sum(), 1.0)})
+
+    def after(with_model):
+        state = step.init(params(), rng=KEY)
+        gradients = step.gradients(state, batch(), model=penalty)
+        gradients = gradients + step.gradients(state, batch()) if with_model else gradients
+        return step.apply(state, gradients)[0].params
+
+    bias = params()["layers"]["moe"]["router"]["bias"]
+    alone, beside = after(False), after(True)
+    np.testing.assert_array_equal(alone["layers"]["moe"]["router"]["bias"], bias)
+    assert (alone["norm"]["scale"] < params()["norm"]["scale"]).all()
+    assert (beside["layers"]["moe"]["router"]["bias"] != bias).any()
 
 
 def test_what_a_capacity_drops_is_counted():
