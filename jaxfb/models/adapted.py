@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.config_checks import check_rate
-from jaxfb.refusal import FLOAT32, INT32, Refused, integer, number
+from jaxfb.refusal import FLOAT32, INT32, Refused, integer, is_several, number, shown
 
 A, B = "lora_a", "lora_b"
 ADAPTERS = "adapters"
@@ -28,7 +28,9 @@ class LoRA:
     rank:    columns of A and rows of B.
     alpha:   over rank, what the adapters' answer is multiplied by.
     targets: what has an adapter in each layer: names of projections, or patterns of dotted names such as "attention.*".
-             Experts, each of which has its own adapter, by patterns alone: "experts.*", "experts.down".
+             Experts, each of which has its own adapter, by patterns alone: "experts.*", "experts.down". One that a
+             model does not have is refused, also of the default, which is for dense layers: a model without an MLP
+             beside its experts needs [query, key, value, output].
     dropout: rate on what an adapter reads, drawn per row; 0 for none, as for experts.
     adapter: a directory in PEFT's format, of the same rank, alpha and targets, to begin with; null: new adapters.
     """
@@ -40,18 +42,13 @@ class LoRA:
     adapter: str | None = None
 
     def __post_init__(self):
-        object.__setattr__(self, "targets", tuple(self.targets))
+        object.__setattr__(self, "targets", _checked_targets(self.targets))
         integer("rank", self.rank, who="[lora]", most=INT32)
         number("alpha", self.alpha, who="[lora]", most=FLOAT32)
         if not self.alpha > 0:
             raise Refused(
                 f"[lora] alpha={self.alpha} must be positive; use {2.0 * self.rank}",
                 [{"alpha": 2.0 * self.rank}],
-            )
-        if not self.targets:
-            raise Refused(
-                "[lora] targets=[] adapts nothing; use targets=[query, value]",
-                [{"targets": ["query", "value"]}],
             )
         number("dropout", self.dropout, who="[lora]", least=0, most=FLOAT32)
         check_rate("dropout", self.dropout, who="[lora]")
@@ -66,6 +63,19 @@ class LoRA:
         above, _, last = name.rpartition(".")
         short = f"experts.{last}" if above.endswith("experts") else last
         return any(fnmatchcase(short, target) or fnmatchcase(name, target) for target in self.targets)
+
+
+def _checked_targets(given: Any) -> tuple[str, ...]:
+    """Returns names and patterns as a tuple; refuses what is no list of texts, and none."""
+    targets = tuple(given) if is_several(given) else ()
+    if targets and all(isinstance(one, str) and one for one in targets):
+        return targets
+    use = [given] if isinstance(given, str) and given else ["query", "value"]
+    raise Refused(
+        f"[lora] targets must be a list of names of projections, or patterns, and not empty, got {shown(given)}; use "
+        f"targets={use}",
+        [{"targets": use}],
+    )
 
 
 @dataclass(frozen=True)

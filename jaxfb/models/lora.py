@@ -13,8 +13,9 @@ Shapes: R = rows, T = tokens of a row.
 
 from __future__ import annotations
 
+import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -196,12 +197,37 @@ def check_targets(lora: LoRA, layers: Mapping) -> list[str]:
             "dropout=0, or targets without experts",
             [{"dropout": 0.0}],
         )
+    _warn_of_rank(lora, layers, chosen)
     return chosen
+
+
+def _warn_of_rank(lora: LoRA, layers: Mapping, chosen: Collection[str]) -> None:
+    """Warns of a rank that no target can use: a change of a matrix has no higher rank than its smaller dimension."""
+    largest = max(min(matrix.shape[-2:]) for name, matrix in _matrices(layers) if name in chosen)
+    if lora.rank > largest:
+        warnings.warn(
+            f"[lora] rank={lora.rank} is above the smaller dimension of every target, at most {largest}: such adapters "
+            f"take more memory and change no more than those of rank={largest}",
+            stacklevel=3,
+        )
+
+
+def _matrices(layers: Mapping) -> Iterator[tuple[str, jax.Array]]:
+    """Yields (dotted name, matrices) of every projection, those of experts too."""
+    yield from ((name, node["kernel"]) for name, node in projections(layers))
+    for one in _each_layer(layers):
+        if "moe" in one:
+            yield from ((f"{_EXPERTS}.{name}", one["moe"]["experts"][name]) for name in EXPERTS)
 
 
 def has_experts(layers: Mapping) -> bool:
     """Returns whether some of the layers have experts."""
-    return any("moe" in one for one in (layers, *(value for name, value in layers.items() if is_layer(name))))
+    return any("moe" in one for one in _each_layer(layers))
+
+
+def _each_layer(layers: Mapping) -> tuple[Mapping, ...]:
+    """Returns the layers of a period; of one alone, `layers` themselves."""
+    return (layers, *(value for name, value in layers.items() if is_layer(name)))
 
 
 def changed(layers: Mapping, functions: Mapping[str, Any], own: str = "", path: str = "") -> dict:

@@ -371,6 +371,7 @@ REFUSED = [
     config("quickstart", lr__warmup=10**6),
     config("quickstart", precision__frozen_dtype="bfloat16"),
     (LoRA, dict(alpha=-1.0)),
+    (LoRA, dict(targets="query")),
     (targets, dict(targets=("keys",))),
     (config_of_an_adapter, {"lora.rank": 8}),
     (trained, dict(trainable="head.*")),

@@ -1,5 +1,6 @@
 """Adapters: their gradients are the projected ones of the merged model, on every axis, and nothing else changes."""
 
+import warnings
 from dataclasses import replace
 from functools import lru_cache
 
@@ -232,12 +233,36 @@ def test_refusals():
         {"alpha": -1.0},
         {"dropout": 1.0},
         {"targets": ()},
+        {"targets": "query"},
+        {"targets": None},
+        {"targets": (3,)},
+        {"targets": ("query", "")},
         {"rank": 2.0},
     ):
         with pytest.raises(ValueError, match=rf"\[lora\] {next(iter(wrong))}") as error:
             LoRA(**wrong)
         for choice in error.value.choices:
             LoRA(**choice)
+
+
+@pytest.mark.parametrize(("targets", "most"), [(("query", "up"), 8), (("experts.*",), 6), (("key", "up"), 8)])
+def test_a_rank_that_no_target_can_use_is_warned_of(targets, most):
+    sizes = replace(BASE, num_experts=4, expert_mlp_size=6) if "experts.*" in targets else BASE
+
+    def shapes(rank):
+        return jax.eval_shape(lambda: init_params(adapted(sizes, LoRA(rank=rank, targets=targets)), KEY))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        shapes(most)
+    with pytest.warns(UserWarning, match=rf"\[lora\] rank={most + 1} is above .* rank={most}$"):
+        shapes(most + 1)
+
+
+def test_one_target_is_a_list_of_it():
+    with pytest.raises(ValueError, match=r"targets=\['query'\]") as error:
+        LoRA(targets="query")  # type: ignore[arg-type]
+    assert error.value.choices == ({"targets": ["query"]},)
 
 
 def test_sizes_with_adapters_stay_so_when_they_are_replaced():
