@@ -78,8 +78,7 @@ def test_every_module_is_in_the_order():
 def test_the_tree_of_the_readme_has_this_order():
     tree = re.search(r"```\njaxfb/\n(.*?)configs/", (ROOT.parent / "README.md").read_text(), re.DOTALL)[1]
     names = [name for line in tree.splitlines() for name in re.findall(r"(\w+)(?:\.py|/)(?= |$)", line)]
-    assert len(names) > 20 and set(names) <= set(ORDER)
-    assert names == sorted(names, key=ORDER.index)
+    assert names == ORDER[:-1]  # all but __main__
 
 
 def test_no_public_name_is_also_the_name_of_a_submodule():

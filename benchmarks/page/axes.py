@@ -149,9 +149,9 @@ SECTIONS = (
         collectives of the CPU's compiled program, multiplied by the trip counts of their loops, compared with
         a formula worked out by hand. {equal} of {count} rows agree within {within:.0%}. The others: {off}.
         The CPU compiler sums the gradients of several projections of one input after the tensor axis's
-        all-reduces instead of before, does not turn an all-reduce and a slice into a reduce-scatter, and pads
-        the exchange of tokens for experts. The TPU compiler does better on the first two (see sequence
-        parallelism).""",
+        all-reduces instead of before, and does not turn an all-reduce and a slice into a reduce-scatter; the TPU
+        compiler does better on both (see sequence parallelism). XLA for CPUs has no ragged all-to-all, so each
+        all-to-all of tokens and experts is padded to the worst case there, and only there.""",
         bytes_facts, bytes_table, pictures=bytes_picture,
     ),
     Section(
@@ -159,7 +159,7 @@ SECTIONS = (
         "Context parallelism: memory by the size of the axis",
         """Rows of {length:,} tokens, cut over the context axis. One device alone needs {whole:,.1f} MB of
         temporaries. Each of {most} devices needs **{ring:.1f} MB** with `ring`, {all_gather:.1f} MB with
-        `all_gather` and {all_to_all:.1f} MB with `all_to_all`. An even share would be {even:.1%} of the
+        `all_gather` and {all_to_all:.1f} MB with `all_to_all`. An equal share would be {even:.1%} of the
         whole; the ring's {share:.1%} is less because it never stores the whole score matrix of its rows.""",
         context_facts, context_table, pictures=context_picture,
     ),
@@ -179,7 +179,7 @@ SECTIONS = (
         active flops. It has {parameters:.1f} times the parameters and takes **{dropless:.2f}** times the time
         and {temp:.2f} times the temporaries on one device. With experts cut over simulated devices that share
         a CPU's cores it takes {cut:.2f} times the time and {temp_cut:.2f} times the temporaries of the dense
-        model with rows cut over them, because the exchange of tokens is padded on a CPU. The grouped matmul
+        model with rows cut over them, because the all-to-all of tokens is padded on a CPU. The grouped matmul
         takes {ragged:.2f} times as long as `lax.ragged_dot`, and {matmul:.2f} times as long as one dense
         matmul with the same number of rows.""",
         moe_facts, moe_table, moe_claims,

@@ -177,8 +177,12 @@ def head_facts(result: Result) -> dict:
         "rows": rows["rows"]["time_over_vocabulary"]["median_of_rounds"],
         "params": rows["vocabulary"]["params_mb"],
         "params_else": rows["last"]["params_mb"],
-        "spread": max(result["losses"].values()) - min(result["losses"].values()),
+        "losses": same_losses(max(result["losses"].values()) - min(result["losses"].values())),
     }
+
+
+def same_losses(spread: float) -> str:
+    return f"The losses differ by at most {spread:.1g}" if spread else "The losses are the same"
 
 
 def head_table(result: Result) -> list[Table]:
@@ -234,7 +238,7 @@ SECTIONS = (
         the stages and a device stores {params:.1f} MB of parameters instead of {params_else:.1f}. Splitting
         the `rows` of the head's input takes {rows:.1f} times as long on this machine's shared cores, and
         computing the head on the `last` stage {last:.1f} times, because in a program of shared ticks every
-        stage then spends the time of the whole head. The losses differ by at most {spread:.1g}.""",
+        stage then spends the time of the whole head. {losses}.""",
         head_facts, head_table,
     ),
 )  # fmt: skip

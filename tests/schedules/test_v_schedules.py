@@ -38,6 +38,19 @@ def test_memory_is_one_half_and_one_third_of_1f1b(num_stages):
             assert max(result.peak_live_activations) <= most
 
 
+@pytest.mark.parametrize("num_stages", [2, 3, 4, 5, 6, 7, 8, 9, 10, 16])
+def test_times_are_those_of_the_documentation(num_stages):
+    """The column "time" of docs/schedules.md, for costs of 1."""
+    earlier = {
+        "v_half": num_stages >= 4 and num_stages % 2 == 0,
+        "v_min": num_stages >= 3 and num_stages % 3 != 1,
+    }
+    for name, slope in (("v_half", 3), ("v_min", 4)):
+        for count in (num_stages, 3 * num_stages + 1):
+            time = (6 * count + slope * num_stages - 5) / 2 - earlier[name]
+            assert make(name, num_stages, count, 2).simulate().time == time, name
+
+
 @pytest.mark.parametrize("name", (*KINDS, "dualpipe_v"))
 def test_a_device_runs_one_action_a_tick_and_writes_nothing_in_a_bubble(name):
     schedule = make(name, 4, 9, 2)
