@@ -26,7 +26,7 @@ class PrecisionOptions:
     """Dtypes of forward and backward, by name; a program may also give them as `jnp.bfloat16`.
 
     compute_dtype: params are cast to it once a call, before the microbatch loop; None leaves them.
-    accum_dtype: of the gradient sum; None is float32, or float64 for float64 params.
+    accum_dtype: dtype of the gradient sum; None is float32, or float64 for float64 params.
     reduce_dtype: in which each microbatch's gradients are sent and summed over fsdp, expert and context under
       fsdp_gather="layer", and over data under optimizer_sharding="gradients", before they are added to the sum over
       microbatches; None is accum_dtype. "bfloat16" sends half the bytes of float32, and rounds each device's part
@@ -49,7 +49,7 @@ class LayoutOptions:
       "full" is as "layer", but under a pipeline keeps a stage's input alone and computes its forward twice more: least
       memory without the host, most time. "selective*8+layer" is "selective" in the first eight layers (periods, of a
       pattern) of each stage and "layer" in the rest.
-    fsdp_gather: of parameters, which are stored in shards over fsdp, expert and context together. "layer" gathers
+    fsdp_gather: when parameters are gathered, which are stored in shards over fsdp, expert and context. "layer" gathers
       them where they are used, in every microbatch (ZeRO-3): a layer at a time for a `Pipelined`, all for a plain
       loss function. "step" gathers all once a call, in training an update, so that the number of gathers does not
       depend on the number of microbatches. A number: of the first so many layers of each stage, parameters are

@@ -81,6 +81,12 @@ def test_the_tree_of_the_readme_has_this_order():
     assert names == ORDER[:-1]  # all but __main__
 
 
+def test_the_map_of_the_engine_has_every_file():
+    page = (ROOT.parent / "docs" / "extending.md").read_text().partition("## A map of")[2]
+    files = {f"{parts[1]}.py" for parts in FILES if parts[0] == "forward_backward"} - {"__init__.py"}
+    assert set(re.findall(r"`(\w+\.py)`", page)) == files
+
+
 def test_no_public_name_is_also_the_name_of_a_submodule():
     """`from package import name` would give one or the other, by what was imported before."""
     for parts in FILES:

@@ -253,11 +253,11 @@ SECTIONS = (
           hidden, is part of the step.
         - "Half a layer ahead" is `parallel.gather_ahead=half`: less HBM, since only attention's parameters are gathered
           while the layer before computes. The rows with a tensor or context axis do so by default; on chips
-          without SparseCores nothing is gathered ahead, since the compiler runs gathers beside products by itself.
+          without SparseCores nothing is gathered ahead, since the compiler overlaps gathers with matmuls by itself.
         - "Layers' inputs on the host" is `remat=offload`: what the backward reads of each layer waits in the host's
           memory. It takes less HBM, and the transfers lengthen the step.
         - Rows of jaxfb alone were not compiled with MaxText, or it has nothing of the kind: it refuses an optimizer cut
-          over data beside fsdp.
+          over data in addition to fsdp.
         - In a pipeline, jaxfb's `remat=full` keeps the input of a stage, whose forward then runs three times; MaxText
           keeps the input of each layer, and so does jaxfb in the row "layers' inputs kept" (`remat=layer`).
         - "Compiler's peak" is the memory of the process that compiles.""",

@@ -55,8 +55,8 @@ SECTIONS = (
           matrix products alone, and the step is {faster_least:.2f} to {faster_most:.2f} times as fast as with the
           others. Communication that no computation hides takes {exposed_least:.1%} to {exposed_most:.1%} of it.
         - The products include recomputation and, in a pipeline, what is computed during its bubble.
-        - Layers' inputs on the host: the transfers run beside products. The optimizer's state on the host is not
-          compiled for GPUs without one.
+        - Layers' inputs on the host: the transfers are overlapped with matmuls. The optimizer's state on the host is
+          not compiled for GPUs without one.
         - Without a GPU XLA cannot try kernels and takes its default ones; the workspaces of libraries are not part of
           the memory.
         - MaxText is not compared, because it compiles for GPUs ahead of time only on a host that has them.""",

@@ -20,9 +20,9 @@ from jaxfb.config.sections import (
 class CommonConfig:
     """The settings of a run whatever it trains.
 
-    schedule: of the pipeline, where mesh.pipe > 1: a name of `jaxfb schedule --compare`, or "package.module:function";
-      null is 1f1b, or interleaved with several chunks.
-    chunks:   parts of the model on each stage.
+    schedule: the pipeline's schedule, where mesh.pipe > 1: a name of `jaxfb schedule --compare`, or
+      "package.module:function"; null is 1f1b, or interleaved with several chunks.
+    chunks:   stages that each device of the pipe axis holds.
     trainable: patterns of dotted names of the parameters that are trained, such as ["layers.attention.*", "*.bias"];
       `*` stands for dots too, and a name for all below it. The others are frozen. null: all are trained, or with
       `lora` the adapters alone, to which these are added.

@@ -16,7 +16,7 @@ class OwnModelConfig:
     """A language model of your own on text; docs/extending.md shows one.
 
     name:       what `jaxfb.parts.MODELS` knows it by, or "package.module:function".
-    options:    the arguments of that function beside the vocabulary.
+    options:    the arguments of that function other than the vocabulary.
     vocab_size: ids of tokens; null is the tokenizer's number, rounded up to a multiple of 128.
     """
 

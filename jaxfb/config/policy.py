@@ -30,9 +30,9 @@ class TaskConfig:
     """Problems with answers that can be checked, made on the spot.
 
     name:      "arithmetic".
-    digits:    of each operand, at most. operations: "+", "-", "*", or several such as "+-".
+    digits:    at most so many in each operand. operations: "+", "-", "*", or several such as "+-".
     held_out:  problems that are never trained on, and that accuracy is measured on.
-    seed:      of the problems.
+    seed:      seed of the problems.
     template:  how a prompt becomes a user's message: as for conversations, but null without a template of the run or of
                the tokenizer is "none", the prompt alone.
     """
@@ -77,7 +77,7 @@ class WarmStartConfig:
     """Supervised fine-tuning before the first rollout, on the answers of part of the problems.
 
     learning_rate: the peak of its updates.
-    updates: 0 leaves it out. rows: of an update. problems: how many different ones; null: all that train.
+    updates: 0 leaves it out. rows: rows of an update. problems: how many different ones; null: all that train.
     """
 
     updates: int = 0
@@ -94,14 +94,14 @@ class WarmStartConfig:
 class RolloutConfig:
     """Settings of sampling, and of how samples become updates. The number of prompts is set here and nowhere else.
 
-    prompts:            of one rollout (P).
+    prompts:            prompts of one rollout (P).
     samples_per_prompt: n; a rollout has P n rows.
     rows_per_update:    G; a pass over the rollout is P n / G updates.
     epochs:             passes over one rollout.
-    rollouts:           of the run.
-    max_new_tokens, temperature, top_k: of the sampler.
+    rollouts:           rollouts of the run.
+    max_new_tokens, temperature, top_k: settings of the sampler.
     shuffle:            the order of rows in a pass; it depends on seed, rollout and pass alone.
-    log_probs:          of the sampling policy: "recompute" by a training forward, or those of the "sampler".
+    log_probs:          where those of the sampling policy come from: "recompute", a training forward, or the "sampler".
     importance_cap:     with "recompute", weigh tokens by min(p / p_sampler, cap), a cap above 1; null: not at all.
     """
 
@@ -137,7 +137,7 @@ class AdvantageConfig:
     """Settings of how rewards become advantages, once a rollout, before rows are split.
 
     name:    an estimator of `losses.estimators`; "gae" needs a critic.
-    gamma:   discount (gae, reinforce_plus_plus). lam: of gae.
+    gamma:   discount (gae, reinforce_plus_plus). lam: trace decay of gae.
     whiten:  gae: mean 0, standard deviation 1 over all counted tokens.
     """
 
@@ -159,9 +159,10 @@ class PolicyConfig:
     """The objective: a surrogate by name with its options, how tokens are averaged, and the two side terms.
 
     surrogate:     the loss of one token, see `losses.surrogates`. options: its settings, such as clip_low.
-    aggregation:   null is the surrogate's own. scale: of "seq-mean-token-sum-norm".
-    kl_coef:       of the KL to the reference as a term of the loss; 0: none. kl_estimator: k1, k2, k3, abs, ...
-    entropy_coef:  of the entropy bonus.
+    aggregation:   null is the surrogate's own. scale: divisor of "seq-mean-token-sum-norm".
+    kl_coef:       coefficient of the KL to the reference as a term of the loss; 0: none.
+    kl_estimator:  k1, k2, k3, abs, ...
+    entropy_coef:  coefficient of the entropy bonus.
     """
 
     surrogate: Annotated[str, SURROGATES] = "ppo"
@@ -180,7 +181,7 @@ class PolicyConfig:
 class RewardConfig:
     """The KL to the reference taken off the reward of each token.
 
-    kl_estimator: of the KL at each token, see `losses.kl_penalty`.
+    kl_estimator: estimator of the KL at each token, see `losses.kl_penalty`.
     kl_coef: 0: none. target: nats a sequence token the coefficient steers to; null: it stays.
     horizon: rows over which an error of 20 % changes kl_coef by a fifth; must be above a fifth of a rollout's rows.
     """
@@ -207,7 +208,7 @@ class CriticConfig:
 
     Its updates are cut by `plans.critic`, its forward passes over a rollout by `plans.value`.
 
-    learning_rate: of its updates.
+    learning_rate: learning rate of its updates.
     max_grad_norm: global norm to clip its gradients to; null does not clip.
     start: "policy" copies the policy's layers as they are at the start; "random" does not.
     clip:  how far a prediction may move from that of the rollout; null: freely.

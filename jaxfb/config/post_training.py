@@ -34,9 +34,9 @@ from jaxfb.refusal import Refused
 class CutConfig:
     """Cuts the rows of one purpose: exactly one of rows, a number of microbatches, or a token budget.
 
-    rows_per_microbatch: on one replica.
-    num_microbatches: of all the rows.
-    max_tokens_per_microbatch: on one replica, padding counted.
+    rows_per_microbatch: rows of one microbatch on one replica.
+    num_microbatches: microbatches of all the rows.
+    max_tokens_per_microbatch: tokens of one microbatch on one replica, padding counted.
     widths:  padded row lengths to compile for; null: quarters of the longest.
     packing: several rows share an array row.
     context_by_width: rows of each width are cut over as few devices of mesh.context as hold them: those for which the
@@ -187,7 +187,7 @@ class PreferencesConfig(ItemsConfig):
 class UpdatesConfig:
     """The rows of one update (pairs, for preferences), and how long: exactly one of updates and epochs.
 
-    rows:    of one update, over all replicas.
+    rows:    rows of one update, over all replicas.
     updates: the length in updates.
     epochs:  the length in passes through the items; a fraction is legal.
     """
@@ -210,7 +210,7 @@ class PostEvalConfig:
     """Evaluation every `every` updates and at the end (null: at the end only).
 
     every: evaluates after each so many updates; null: at the end only.
-    tokens, temperature: of `jaxfb generate`.
+    tokens, temperature: settings of `jaxfb generate`.
     """
 
     every: int | None = None

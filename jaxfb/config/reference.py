@@ -10,7 +10,7 @@ from typing import Any
 from jaxfb.config.post_training import COMMANDS
 from jaxfb.config.root import Config
 from jaxfb.config.schema import (
-    describe,
+    alternatives,
     fields_of,
     fields_taken,
     key_of,
@@ -61,10 +61,21 @@ def _sections(cls: type, prefix: str, seen: set[type]) -> Iterator[str]:
 
 def _row(cls: type, field: dataclasses.Field, prefix: str, texts: dict[str, str]) -> str:
     key = key_of(field.name)
-    legal = describe(fields_of(cls)[key])
+    legal = _legal(fields_of(cls)[key])
     text = _PYTHON.sub(lambda word: _IN_YAML[word[0]], texts.get(key, ""))
     cells = (f"`{prefix}{key}`", legal, _default(field), text)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _legal(hint: Any) -> str:
+    """Returns a type in the words of a table: `integer, string or null`."""
+    *others, last = alternatives(hint, _NAMES, _list_of)
+    between = ", or " if any(" or " in words for words in others) else " or "
+    return f"{', '.join(others)}{between}{last}" if others else last
+
+
+def _list_of(item: Any) -> str:
+    return f"list of {_NAMES[item]}s" if item in (int, float, str) else f"list, each {_legal(item)}"
 
 
 def _default(field: dataclasses.Field) -> str:
@@ -81,6 +92,7 @@ def _yaml(value: Any) -> str:
     return '""' if value == "" else as_yaml(value)
 
 
+_NAMES = {int: "integer", float: "number", str: "string", bool: "true or false", type(None): "null"}
 _TABLE = "| key | legal values | default | meaning |\n|---|---|---|---|"
 _HEAD = """# Every key of a config
 

@@ -7,7 +7,7 @@ import difflib
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from keyword import iskeyword
 from typing import Any, Literal, Union, get_args, get_origin
@@ -331,8 +331,16 @@ def _as_written(value: Any) -> str:
 
 
 def describe(hint: Any) -> str:
-    """Returns a type in words: `an int or null`, `one of gpipe, 1f1b`."""
+    """Returns a type in the words of an error: `an int or null`, `one of gpipe, 1f1b`."""
     names = {int: "an int", float: "a number", str: "a text", bool: "true or false", type(None): "null"}
+    return " or ".join(alternatives(hint, names, lambda item: f"a list, each {describe(item)}"))
+
+
+def alternatives(hint: Any, names: Mapping[Any, str], list_of: Callable[[Any], str]) -> list[str]:
+    """Returns what a value of a type may be, in words.
+
+    names: words of the plain types. list_of: words for a list, from the type of its items.
+    """
     parts = []
     for option in _options(hint):
         if get_origin(option) is Literal:
@@ -343,14 +351,14 @@ def describe(hint: Any) -> str:
         elif listed := listed_section(option):
             parts.append(f"a list of sections with {', '.join(fields_of(listed))}")
         elif get_origin(option) is tuple:
-            parts.append(f"a list, each {describe(get_args(option)[0])}")
+            parts.append(list_of(get_args(option)[0]))
         elif named := named_sections(option):
             parts.append(f"a mapping of names to sections with {', '.join(fields_of(named))}")
         elif get_origin(option) in (dict, Mapping):
             parts.append("a mapping of names to values")
         else:
             parts.append(names.get(option, getattr(option, "__name__", str(option))))
-    return " or ".join(parts)
+    return parts
 
 
 def _options(hint: Any) -> tuple:

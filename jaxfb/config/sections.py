@@ -26,9 +26,9 @@ LENGTHS = ("updates", "samples", "tokens", "epochs")
 class BatchConfig:
     """The rows of one update over all replicas, cut by rows_per_microbatch (on each) or num_microbatches.
 
-    rows:      of one update, over all replicas.
-    rows_per_microbatch: of one microbatch, on each replica; null: by num_microbatches.
-    num_microbatches: of one update; null: as many as rows_per_microbatch makes.
+    rows:      rows of one update, over all replicas.
+    rows_per_microbatch: rows of one microbatch, on each replica; null: by num_microbatches.
+    num_microbatches: microbatches of one update; null: as many as rows_per_microbatch makes.
     remainder: rows that do not fill their microbatches: "error" refuses, "pad" adds rows of weight 0, "drop".
     normalize: "global" divides each term by its weight over all rows; "microbatch" and "none" are Megatron's
                mean of means and plain sums.
@@ -60,7 +60,7 @@ class EvalConfig:
     """Evaluation on held-out rows, every `every` updates and at the end (null: at the end only).
 
     every: evaluates after each so many updates; null: at the end only.
-    rows, rows_per_microbatch: of one evaluation batch; null takes those of `batch`.
+    rows, rows_per_microbatch: rows of one evaluation batch, and of one microbatch of it; null takes those of `batch`.
     batches:     at most so many evaluation batches; null takes all held-out rows.
     prompt:      a continuation of it is printed at the end; an empty one prints none.
     tokens:      length of that continuation. temperature: 0 takes the likeliest token.
@@ -85,7 +85,7 @@ class AnyRunConfig:
     """Gives the run's directory, its seed, and what may end it early.
 
     dir:           the run's directory: checkpoints, records, config.
-    seed:          of parameters, dropout and all else that is drawn and has no seed of its own.
+    seed:          seed of parameters, dropout and all else that is drawn without another seed.
     max_nonfinite: end the run after so many updates in a row with gradients that are not finite; null: never.
     minutes:       end after the update in progress when so many have passed, saved and to be resumed; null: never.
     stop_at:       end after this update of the run, saved and to be resumed; schedules still end with the run.
@@ -187,7 +187,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class LearningRateConfig:
-    """The arguments of `jaxfb.lr_schedule` beside the peak, which is `optimizer.learning_rate`.
+    """The arguments of `jaxfb.lr_schedule` other than the peak, which is `optimizer.learning_rate`.
 
     name:          the course after the warmup.
     warmup, total: counted in `unit`; total null is the length of the run.
@@ -257,7 +257,7 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class AutoMesh(MeshConfig):
-    """The word `auto` in place of sizes: `jaxfb train` and `jaxfb plan` take the fastest layout that fits by the
+    """The word `auto` instead of sizes: `jaxfb train` and `jaxfb plan` take the fastest layout that fits by the
     planner's formula, and print it (docs/planner.md). What the config gives of a layout stays: rows a microbatch, and
     remat, fsdp_gather, schedule and chunks where they are not their defaults.
     """
@@ -285,8 +285,8 @@ class PrecisionConfig(PrecisionOptions):
     """Master params are float32, or float64 with compute_dtype=float64.
 
     compute_dtype: params are cast to it once an update, before the microbatch loop.
-    frozen_dtype: of parameters that are not trained, in memory and in checkpoints; null: as the others. They are never
-                  updated, so that bfloat16 loses nothing where they came from 16 bits.
+    frozen_dtype: dtype of parameters that are not trained, in memory and in checkpoints; null: as the others. They are
+                  never updated, so that bfloat16 loses nothing where they came from 16 bits.
     loss_scale: "auto" is dynamic for float16 and none otherwise; a number is a scale that never changes.
     """
 
@@ -303,8 +303,9 @@ class PrecisionConfig(PrecisionOptions):
 class ParallelConfig(LayoutOptions):
     """Settings of how the work is laid out, never of what is computed. The last three apply to a pipeline.
 
-    layers_per_stage: of the mesh.pipe * chunks stages, where they do not divide evenly: a list of their layers
-                 (periods, of a pattern), or a layout such as "Ett|tt|tttL" (docs/pipeline.md), which counts layers.
+    layers_per_stage: the layers of each of the mesh.pipe * chunks stages, where they do not divide evenly: a list
+                 of numbers (of periods, with a pattern), or a layout such as "Ett|tt|tttL" (docs/pipeline.md), which
+                 counts layers.
     pieces:      equal pieces of each sequence that go through the pipeline one after the other (schedule seq1f1b or
                  seq_abreast): with few microbatches of long sequences stages wait less, and keep less.
     """

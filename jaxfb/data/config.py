@@ -52,17 +52,17 @@ class DataConfig:
 
     source: "python-stdlib" (the running interpreter's own source), "text", "jsonl", "parquet", "arrow" (IPC files or
       streams, such as those of Hugging Face's datasets) or "tokens".
-    mixture: several sources by name, each with its weight, in place of one; see docs/data.md.
+    mixture: several sources by name, each with its weight, instead of one; see docs/data.md.
     path: file, directory or glob, or several of them; unused by "python-stdlib".
     held_out_path: like `path`; all of it is held out, and nothing of `path` is. Empty: split by document.
     held_out_fraction: share of the documents held out, in [0, 1); 0 holds out none.
     text_field: the key of the text in each JSONL record, or the column of a Parquet or Arrow file.
     tokenizer: "bpe" (trained on the train documents), "bytes", or the path of a tokenizer.json.
-    vocab_size: of "bpe"; a small text may yield fewer.
+    vocab_size: tokens of "bpe"; a small text may yield fewer.
     sequence_length: tokens in a row.
     packing: "concat" (one stream cut into rows), "best_fit" (documents whole where they fit, rest padded) or
       "stream" (the rows of "concat", whose tokens also see the documents before theirs: attention needs no mask).
-    seed: of the row order, reshuffled each epoch.
+    seed: seed of the row order, reshuffled each epoch.
     max_bytes: read no more text than this; None reads all.
     cache_dir: where shards are kept; None means $JAXFB_CACHE/data, else $XDG_CACHE_HOME/jaxfb/data, else
       .cache/jaxfb-data.

@@ -30,13 +30,13 @@ _DERIVED: Any = None  # of a size that follows from the others where it is not g
 class TransformerConfig:
     """A decoder-only transformer: RMSNorm, RoPE, grouped-query attention, SwiGLU (Llama, Qwen2, Qwen3).
 
-    vocab_size:      rows of the embedding, and numbers that the head gives a token.
+    vocab_size:      size of the vocabulary: rows of the embedding, and logits of a token.
     num_layers:      layers of attention and MLP.
-    hidden_size:     numbers of a token between layers.
+    hidden_size:     width of the hidden state.
     num_heads:       query heads of attention.
     mlp_size:        width of the MLP; None is 8/3 hidden_size, rounded up to a multiple of 64.
     num_kv_heads:    key and value heads, which divide the query heads into groups; None is num_heads.
-    head_size:       numbers of one head; None is hidden_size / num_heads.
+    head_size:       width of one head; None is hidden_size / num_heads.
     rope_theta:      base of the rotary positions' wavelengths; None: no rotary positions.
     norm_eps:        added to the mean square in every RMSNorm.
     tied_embeddings: the head is the transposed embedding.
@@ -48,7 +48,7 @@ class TransformerConfig:
                      (`jaxfb.models.attention.choose_backend`), else "xla"; or one of these.
     pattern:         the kinds of a period of layers (`jaxfb.models.pattern.LayerKind`), which is repeated; () if
                      all layers are alike. A remainder of `num_layers` comes first, as leading layers.
-    leading:         the kinds of layers before the first period, beside the embedding in a pipeline.
+    leading:         the kinds of layers before the first period, outside of the pipeline's stages.
     window:          attention sees a token itself and the window - 1 tokens before it (Mistral's sliding window);
                      None: all before it.
     context_attention: how the parts of a sequence that a context axis cuts attend to each other: "auto": "all_gather"
@@ -56,7 +56,7 @@ class TransformerConfig:
                      (`jaxfb.parallel.context`).
     sequence_parallel: between the parts of a layer (norms, dropout, residual sums) each device of the tensor
                      axis holds its share of the tokens (`jaxfb.parallel.tensor.residual_stream`).
-    loss_chunk:      tokens whose logits exist at one time, both forward and backward.
+    loss_chunk:      tokens whose logits are in memory at one time, both forward and backward.
     logit_softcap:   logits become softcap * tanh(logits / softcap); None leaves them.
     label_smoothing: share of each target that is spread over the vocabulary, a separate term of the loss.
     z_loss:          coefficient of the squared log normalizer, a separate term of the loss.
@@ -68,30 +68,30 @@ class TransformerConfig:
     latent:          a `jaxfb.models.latent.Latent`: attention over short vectors (DeepSeek-V3); None: plain.
     variant:         a `jaxfb.models.variant.Variant`: what differs from Llama's layers (Gemma, OLMo 2, gpt-oss).
 
-    num_experts:     experts of each layer, in place of its MLP (Mixtral, DeepSeek); 0 for none. Of them:
-    experts_per_token:    how many of them each token goes to.
+    num_experts:     experts of each layer, instead of its MLP (Mixtral, DeepSeek); 0 for none.
+    experts_per_token:    how many experts each token goes to.
     expert_mlp_size:      width of one expert; `mlp_size` if None.
     shared_expert_size:   width of an expert that every token goes to as well; 0 for none.
     router_scores:        "softmax" over all experts, or "sigmoid" of each.
     router_renormalize:   the chosen experts' scores are divided by their sum.
-    router_scale:         and multiplied by this.
-    balance_coefficient:  of the balance loss of each sequence; the mean over layers of its mean over rows.
-    batch_balance_coefficient: of the balance loss of the whole update: all its microbatches and replicas
-                          together, counted in a forward pass before the backward (`jaxfb.models.balance`).
+    router_scale:         factor that the chosen experts' scores are multiplied by.
+    balance_coefficient:  coefficient of the balance loss of each sequence; the mean over layers of its mean over rows.
+    batch_balance_coefficient: coefficient of the balance loss of the whole update: all its microbatches and
+                          replicas together, counted in a forward pass before the backward (`jaxfb.models.balance`).
     batch_balance_layers: "each" layer evenly used (the mean over layers), or all "together", as Mixtral's.
-    router_z_coefficient: of the squared log normalizer of the router; the mean over layers and tokens.
+    router_z_coefficient: coefficient of the squared log normalizer of the router; the mean over layers and tokens.
     router_bias_rate:     after each update an expert's bias, which takes part in the choice and nowhere else,
                           goes up by this if it had fewer tokens than the mean, else down; 0: no bias.
     router_bias:          there is such a bias though it does not move (an imported DeepSeek-V3's).
-    router_groups:        experts are in so many groups, of which each token's may be in the best
-    router_top_groups:    so many, by the sum of the two best scores of each (DeepSeek-V3).
-    expert_capacity:      None drops no token. A number c drops what an expert is sent beyond c times its even
-                          share of a device's microbatch: faster, but results then depend on how rows are split.
-    expert_buffer:   rows for which a device's experts have space at a time, over what they meet where all experts
-                     are equally popular; the others follow in further rounds, so nothing is dropped. None: space for
-                     the worst case, all rows at one device. Where `expert` cuts the experts.
-    expert_overlap:  in a forward that nothing is kept of (remat "full", "halves"), a device exchanges its tokens with
-                     the experts' devices in turns, one while the experts run another; on a TPU with the compiler
+    router_groups:        experts are divided into so many groups (DeepSeek-V3).
+    router_top_groups:    a token's experts are in so many of the groups, the best by the sum of their two best scores.
+    expert_capacity:      None drops no token. A number c drops what an expert is sent beyond c times a
+                          balanced load of a device's microbatch: faster, but results then depend on how rows are split.
+    expert_buffer:   rows for which a device's experts have space at a time, as a multiple of a balanced load; the
+                     others follow in further rounds, so nothing is dropped. None: space for the worst case, all rows at
+                     one device. Where `expert` cuts the experts.
+    expert_overlap:  in a forward that nothing is kept of (remat "full", "halves"), a device sends its tokens to the
+                     experts in sub-batches, one while the experts compute another; on a TPU with the compiler
                      option xla_tpu_enable_async_ragged_all_to_all.
 
     Raises ValueError naming the field and the nearest legal choice.

@@ -15,10 +15,10 @@ class Latent:
 
     Each head of `head_size` numbers ends with those that rotary positions turn, which all heads' keys share.
 
-    key_value_rank: numbers of a token from which keys and values of all heads are projected.
-    rotary_size: numbers of a head that rotary positions turn.
-    value_size: numbers of one head's values.
-    query_rank: numbers of a token from which the queries are projected; null: from the hidden state itself.
+    key_value_rank: size of a token's vector from which keys and values of all heads are projected.
+    rotary_size: width of the part of a head that rotary positions turn.
+    value_size: width of one head's values.
+    query_rank: size of a token's vector from which the queries are projected; null: from the hidden state itself.
     interleaved: pairs that turn together are neighbours in the weights, and not the two halves.
     """
 

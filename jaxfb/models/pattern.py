@@ -33,7 +33,7 @@ class LayerKind:
     rope:         false: no rotary positions.
     rope_theta:   base of the rotary positions' wavelengths; null: the model's.
     rope_scaling: null: the model's.
-    experts:      false: an MLP of the model's `mlp_size` in place of its experts.
+    experts:      false: an MLP of the model's `mlp_size` instead of its experts.
     """
 
     layers: int = 1

@@ -23,13 +23,13 @@ class RopeScaling:
       (Phi-3 and Phi-4-mini, arXiv:2402.13753).
     factor: how many times longer sequences become.
     original_length: tokens of the sequences that the model was trained on; all but "linear" need it.
-    low_frequency_factor, high_frequency_factor: of "llama3", turns within the original length below which a
+    low_frequency_factor, high_frequency_factor: for "llama3", turns within the original length below which a
       frequency is divided by the whole factor, and above which it is kept.
     beta_slow, beta_fast: the same two bounds of "yarn".
-    truncate: of "yarn", the bounds are whole pairs; false leaves them between two (gpt-oss).
-    attention_factor: of "yarn" and "longrope", what queries and keys are each multiplied by; null: 0.1 ln(factor) + 1,
-      or of "longrope" sqrt(1 + ln(factor) / ln(original_length)).
-    short_factors, long_factors: of "longrope", what each frequency is divided by in a document of at most
+    truncate: for "yarn", the bounds are whole pairs; false leaves them between two (gpt-oss).
+    attention_factor: for "yarn" and "longrope", what queries and keys are each multiplied by; null: 0.1 ln(factor) + 1,
+      or for "longrope" sqrt(1 + ln(factor) / ln(original_length)).
+    short_factors, long_factors: for "longrope", what each frequency is divided by in a document of at most
       original_length tokens, and in a longer one; a number for each pair that turns.
     """
 

@@ -17,7 +17,7 @@ _WHO = "[model.variant]"
 class Variant:
     """Changes the layers, which are otherwise Llama's.
 
-    activation: of an MLP's gate, which multiplies the other half: "silu", "gelu_tanh" (Gemma), "gelu", or
+    activation: activation of an MLP's gate, which multiplies the other half: "silu", "gelu_tanh" (Gemma), "gelu", or
       "clamped_silu" (gpt-oss): x sigmoid(1.702 x) with x at most 7, times 1 + the other half between -7 and 7.
     norms: "pre": attention and MLP read a normalised residual stream; "post": what they add to it is normalised
       (OLMo 2); "both" (Gemma 2).
