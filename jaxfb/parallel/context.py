@@ -97,19 +97,19 @@ def later(x: jax.Array, distance: int) -> jax.Array:
     Args:
       x: [R, T/context, ...], in zigzag order.
     Raises:
-      ValueError: a piece is shorter than the distance.
+      ValueError: a piece of a sequence that is cut is shorter than the distance.
     """
     size = size_here()
     pieces = jnp.split(x, 2 if size > 1 else 1, axis=1)
     length = pieces[0].shape[1]
-    if distance > length:
+    if size > 1 and distance > length:
         whole = x.shape[1] * size
         raise Refused(
             f"a token {distance} places later is beyond the next piece where sequences of {whole} tokens are cut "
-            f"into pieces of {length}; use sequences of {whole * -(-distance // length)} or a smaller distance"
+            f"into pieces of {length}; use sequences of {2 * size * distance} or a smaller distance"
         )
     if size == 1:
-        behind = [jnp.zeros_like(x[:, :distance])]
+        behind = [jnp.zeros_like(x[:, :distance])]  # all of a sequence that is shorter than the distance
     else:
         behind = _first_tokens_behind(pieces[0], pieces[1], distance)
     shifted = [

@@ -166,6 +166,30 @@ def test_sequences_that_do_not_divide_are_refused():
         fb(loss_fn, jnp.float64(1), {"x": np.ones((2, 16)), "y": np.ones((2, 8))}, plan)
 
 
+@pytest.mark.parametrize("distance", [0, 2, 3, 4, 9])
+def test_beyond_a_whole_sequence_there_are_zeros(distance):
+    x = jnp.arange(1, 7).reshape(2, 3)
+    wanted = np.pad(x, ((0, 0), (0, distance)))[:, distance : distance + 3]
+    np.testing.assert_array_equal(context.later(x, distance), wanted)
+
+
+def test_a_token_beyond_the_next_piece_is_refused_with_the_nearest_length():
+    def later(length):
+        cut = P(None, "context")
+        run = jax.shard_map(
+            lambda x: context.later(x, 5),
+            mesh=jaxfb.make_mesh(context=2),
+            in_specs=cut,
+            out_specs=cut,
+            check_vma=False,
+        )
+        return jax.eval_shape(run, np.zeros((1, length)))
+
+    with pytest.raises(ValueError, match="use sequences of 20 or a smaller distance"):
+        later(16)
+    assert later(20).shape == (1, 20)
+
+
 @pytest.mark.slow
 def test_a_context_axis_cuts_the_state_and_reduces_into_shards():
     """The bytes of arguments fall by its size, and no gradient of a whole leaf is all-reduced over it."""
