@@ -271,7 +271,7 @@ def _check_meshes(meshes: Any) -> Sequence[Mapping[str, int] | Mesh]:
     return meshes
 
 
-Objective = Callable[[Callable[[PyTree], Mapping[str, Sum]], PyTree], jax.Array]
+Objective = Callable[[Callable[[PyTree], Mapping[str, Sum]], PyTree], Any]
 """Returns the loss, from a function of rows to their terms and all rows."""
 
 
