@@ -15,10 +15,11 @@ from typing import Any
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.variant import Variant
 from jaxfb.pretrained import fp8, mxfp4
-from jaxfb.pretrained.family import MULTI_TOKEN, Architecture, Values, refuse
+from jaxfb.pretrained.family import Architecture, depths, refuse
 from jaxfb.pretrained.inert import INERT
 from jaxfb.pretrained.repository import read_json
 from jaxfb.pretrained.rope_keys import rope_keys, rope_sizes
+from jaxfb.pretrained.values import Values
 from jaxfb.refusal import Refused, shown
 from jaxfb.registry import Registry
 
@@ -57,11 +58,12 @@ def architecture_of(values: Mapping[str, Any]) -> Architecture:
     # before it is looked up: a name with a colon would be imported
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
         raise Refused(
-            f"[hf] model_type={kind!r} cannot be read; it must be one of {', '.join(ARCHITECTURES)}"
+            f"[hf] model_type={shown(kind)} cannot be read; it must be one of {', '.join(ARCHITECTURES)}"
         )
     is_read = fp8.is_used(values) or (kind == "gpt_oss" and mxfp4.is_used(values))
-    if values.get("quantization_config") and not is_read:
-        method = values["quantization_config"].get("quant_method", "an unknown method")
+    quantised = Values(values).section("quantization_config")
+    if quantised and not is_read:
+        method = quantised.get("quant_method", "an unknown method")
         raise Refused(f"[hf] the weights are quantised ({method}); use the model's bfloat16 or float32 files")
     return ARCHITECTURES[kind]
 
@@ -80,24 +82,9 @@ def sizes_of(values: Mapping[str, Any]) -> TransformerConfig:
     """
     found, values = architecture_of(values), Values(values)
     values.get("quantization_config")  # one that is not refused: the weights are read as if there were none
-    activation = found.activations.get(values.get("hidden_act", "silu"))
-    if activation is None:
-        refuse(values, hidden_act=next(iter(found.activations)))
     try:
-        common = {
-            "vocab_size": values["vocab_size"],
-            "num_layers": values["num_hidden_layers"],
-            "hidden_size": values["hidden_size"],
-            "mlp_size": values["intermediate_size"],
-            "num_heads": values["num_attention_heads"],
-            "num_kv_heads": values.get("num_key_value_heads") or values["num_attention_heads"],
-            "head_size": values.get("head_dim"),
-            "norm_eps": values["rms_norm_eps"],
-            "tied_embeddings": bool(values.get("tie_word_embeddings", False)),
-            **rope_sizes(values),
-        }
-        fields = {**common, **found.sizes(values)}
-        variant = Variant(**{"activation": activation, **fields.pop("variant", {})})
+        fields = {**_common(found, values), **found.sizes(values)}
+        variant = Variant(**{"activation": _activation(found, values), **fields.pop("variant", {})})
         sizes = TransformerConfig(**fields, variant=variant)
     except KeyError as error:
         raise Refused(f"[hf] config.json of a {found.model_type} model must have {error.args[0]!r}") from None
@@ -107,6 +94,31 @@ def sizes_of(values: Mapping[str, Any]) -> TransformerConfig:
             f"it computes: {', '.join(sorted(unknown))}"
         )
     return sizes
+
+
+def _common(found: Architecture, values: Values) -> dict[str, Any]:
+    """Returns the fields whose keys all architectures have."""
+    heads = values.integer("num_attention_heads")
+    return {
+        "vocab_size": values.integer("vocab_size"),
+        "num_layers": values.integer("num_hidden_layers"),
+        "hidden_size": values.integer("hidden_size"),
+        "mlp_size": values.integer("intermediate_size"),
+        "num_heads": heads,
+        "num_kv_heads": values.integer_or_none("num_key_value_heads") or heads,
+        "head_size": values.integer_or_none("head_dim"),
+        "norm_eps": values.number("rms_norm_eps", above=0),
+        "tied_embeddings": values.flag("tie_word_embeddings"),
+        **({} if found.rope_by_type else rope_sizes(values, found.default_theta, found.rope_in_part)),
+    }
+
+
+def _activation(found: Architecture, values: Values) -> str:
+    usual = next(iter(found.activations))
+    given = values.get("hidden_act", usual)
+    if not isinstance(given, str) or given not in found.activations:
+        refuse(values, hidden_act=usual)
+    return found.activations[given]
 
 
 def sizes_in(directory: str | Path) -> TransformerConfig:
@@ -128,8 +140,7 @@ def with_depths(sizes: TransformerConfig, values: Mapping[str, Any]) -> Transfor
 
     `sizes_of` leaves them out, as transformers does: the model computes its own tokens' logits without them.
     """
-    depth = max(int(values.get(name) or 0) for name in MULTI_TOKEN)
-    return replace(sizes, mtp_depth=depth) if sizes.mtp_as_published else sizes
+    return replace(sizes, mtp_depth=depths(values)) if sizes.mtp_as_published else sizes
 
 
 def describe(sizes: TransformerConfig) -> dict[str, Any]:

@@ -5,13 +5,14 @@ A family's file in `families/` makes one `Architecture`; `architectures.py` list
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from jaxfb.models.config import TransformerConfig
 from jaxfb.pretrained.tensors import DENSE, OUTER_NAMES, Place
-from jaxfb.refusal import Refused
+from jaxfb.pretrained.values import WHO, Values
+from jaxfb.refusal import Refused, shown
 
 MULTI_TOKEN = ("num_nextn_predict_layers", "num_mtp_layers")
 """The keys of how many layers behind the last predict further tokens; transformers' models do without them."""
@@ -22,27 +23,6 @@ ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu": "gelu",
 }
-
-
-class Values(Mapping[str, Any]):
-    """A config.json that remembers which of its keys were read."""
-
-    def __init__(self, values: Mapping[str, Any]):
-        self._values, self.read = values, set()
-
-    def __getitem__(self, name: str) -> Any:
-        self.read.add(name)
-        return self._values[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def unread(self) -> list[str]:
-        """Returns the keys that were never read and are not off."""
-        return [name for name, value in self._values.items() if name not in self.read and value]
 
 
 def _nothing(_: Any) -> dict[str, Any]:
@@ -62,6 +42,9 @@ class Architecture:
     keys:        sizes -> the keys of config.json that differ from the Llama family's.
     layer_names: our path below one layer -> the tensor's name below "model.layers.N", or a `Place`.
     outer_names: our path of what is no layer -> the tensor's name.
+    default_theta: of rotary positions, where config.json has none.
+    rope_by_type: whether `rope_parameters` may have one object for each type of layers, which `sizes` reads.
+    rope_in_part: whether only a part of each head may turn, which `sizes` reads.
     """
 
     model_type: str
@@ -73,18 +56,27 @@ class Architecture:
     keys: Callable[[TransformerConfig], dict[str, Any]] = _nothing
     layer_names: Mapping[str, str | Place] = field(default_factory=lambda: DENSE)
     outer_names: Mapping[str, str] = field(default_factory=lambda: OUTER_NAMES)
+    default_theta: float = 10_000.0
+    rope_by_type: bool = False
+    rope_in_part: bool = False
 
 
 def refuse(values: Mapping[str, Any], **supported: Any) -> None:
     """Refuses keys that have another value than the supported one."""
     for name, wanted in supported.items():
         if values.get(name, wanted) != wanted:
-            raise Refused(f"[hf] {name}={values[name]!r} is not supported; only {name}={wanted!r} is")
+            raise Refused(f"{WHO} {name}={shown(values[name])} is not supported; only {name}={wanted!r} is")
 
 
-def bias_sizes(values: Mapping[str, Any]) -> dict[str, Any]:
+def depths(values: Mapping[str, Any]) -> int:
+    """Returns how many layers behind the last predict further tokens."""
+    read = values if isinstance(values, Values) else Values(values)
+    return max(read.integer_or_none(name, least=0) or 0 for name in MULTI_TOKEN)
+
+
+def bias_sizes(values: Values) -> dict[str, Any]:
     """Returns the fields of `attention_bias`, on all four projections, and of `mlp_bias`."""
-    attention, mlp = bool(values.get("attention_bias")), bool(values.get("mlp_bias"))
+    attention, mlp = values.flag("attention_bias"), values.flag("mlp_bias")
     return {"qkv_bias": attention, "variant": {"output_bias": attention, "mlp_bias": mlp}}
 
 
@@ -100,12 +92,12 @@ def attention_bias_keys(sizes: TransformerConfig) -> dict[str, Any]:
 
 def experts(number: int, values: Values) -> dict[str, Any]:
     """Returns the fields of a mixture; its balance loss is that of all layers together, as transformers computes it."""
-    coefficient = values.get("router_aux_loss_coef", 0.001)
+    coefficient = values.number("router_aux_loss_coef", 0.001, least=0)
     return {
         "num_experts": number,
-        "experts_per_token": values["num_experts_per_tok"],
+        "experts_per_token": values.integer("num_experts_per_tok"),
         "balance_coefficient": 0.0,
-        "batch_balance_coefficient": coefficient * bool(values.get("output_router_logits")),
+        "batch_balance_coefficient": coefficient * values.flag("output_router_logits"),
         "batch_balance_layers": "together",
     }
 

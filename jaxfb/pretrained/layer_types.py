@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.pattern import LayerKind, found_in, stack_of
+from jaxfb.pretrained.values import Values
 from jaxfb.refusal import Refused
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -19,14 +20,33 @@ def stack_sizes(kinds: Sequence[LayerKind], has_experts: bool = False) -> dict[s
     return {"leading": leading, "pattern": pattern}
 
 
-def types_of(values: Mapping[str, Any], default: Sequence[str]) -> list[str]:
+def types_of(values: Values, default: Sequence[str]) -> list[str]:
     """Returns `layer_types`, one for each layer, or what they are where config.json has none."""
-    types, number = list(values.get("layer_types") or default), values["num_hidden_layers"]
+    types, number = values.several("layer_types") or list(default), values.integer("num_hidden_layers")
     if other := sorted(set(map(str, types)) - set(TYPES)):
         raise Refused(f"[hf] layer_types={other} are not supported; only {' and '.join(TYPES)} are")
     if len(types) != number:
         raise Refused(f"[hf] layer_types has {len(types)} entries for num_hidden_layers={number} layers")
     return types
+
+
+def windows_of(types: Sequence[str], window: int | None) -> list[int | None]:
+    """Returns the window of each layer, None for full attention.
+
+    Raises:
+      ValueError: a layer is to have a window, and there is none.
+    """
+    if window is None and SLIDING in types:
+        raise Refused(
+            "[hf] layer_types has sliding_attention, but use_sliding_window is false or sliding_window null"
+        )
+    return [window if one == SLIDING else None for one in types]
+
+
+def used_window(values: Values, default: int | None = 4096) -> int | None:
+    """Returns `sliding_window` where `use_sliding_window` is true."""
+    window, used = values.integer_or_none("sliding_window", default), values.flag("use_sliding_window")
+    return window if used else None
 
 
 def layers_in(sizes: TransformerConfig) -> list[TransformerConfig]:
@@ -45,18 +65,12 @@ def window_in(sizes: TransformerConfig) -> int | None:
     return next((one.window for one in layers_in(sizes) if one.window is not None), None)
 
 
-def qwen_windows(values: Mapping[str, Any]) -> dict[str, Any]:
+def qwen_windows(values: Values) -> dict[str, Any]:
     """Returns the stack of Qwen2 and Qwen3, where the layers from `max_window_layers` on may have a window."""
-    window, first = values.get("sliding_window"), values.get("max_window_layers", 28)
-    window = window if values.get("use_sliding_window") else None
-    layers = range(values["num_hidden_layers"])
+    window, first = used_window(values), values.integer("max_window_layers", 28, least=0)
+    layers = range(values.integer("num_hidden_layers"))
     default = [SLIDING if window is not None and layer >= first else FULL for layer in layers]
-    types = types_of(values, default)
-    if window is None and SLIDING in types:
-        raise Refused(
-            "[hf] layer_types has sliding_attention, but use_sliding_window is false or sliding_window null"
-        )
-    return stack_sizes([LayerKind(window=window if one == SLIDING else None) for one in types])
+    return stack_sizes([LayerKind(window=one) for one in windows_of(types_of(values, default), window)])
 
 
 def qwen_window_keys(sizes: TransformerConfig) -> dict[str, Any]:

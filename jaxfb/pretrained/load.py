@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 
 from jaxfb.models.config import TransformerConfig
 from jaxfb.pretrained.architectures import architecture_of
-from jaxfb.pretrained.family import MULTI_TOKEN
+from jaxfb.pretrained.family import depths
 from jaxfb.pretrained.names import Leaf, Part, leaves_of, tensor_shapes, turn
 from jaxfb.pretrained.repository import Repository
 from jaxfb.trainable import name_of
@@ -60,9 +60,8 @@ def _behind(repository: Repository, sizes: TransformerConfig) -> list[str]:
     """Returns the tensors of layers of multi-token prediction that are not asked for, and the copies of embedding and
     head in the others.
     """
-    number = max(int(repository.config.get(name) or 0) for name in MULTI_TOKEN)
-    depths = [f"model.layers.{sizes.num_layers + k}." for k in range(number)]
-    places = (*depths[sizes.mtp_depth :], *(f"{depth}{name}" for depth in depths for name in _COPIES))
+    layers = [f"model.layers.{sizes.num_layers + k}." for k in range(depths(repository.config))]
+    places = (*layers[sizes.mtp_depth :], *(f"{layer}{name}" for layer in layers for name in _COPIES))
     return [name for name in repository.tensors if name.startswith(places)]
 
 

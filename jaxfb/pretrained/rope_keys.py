@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.rope_scaling import KINDS, RopeScaling
 from jaxfb.pretrained.layer_types import TYPES
-from jaxfb.refusal import Refused
+from jaxfb.pretrained.values import WHO, Values
+from jaxfb.refusal import FLOAT32, Refused, shown
 
 _KNOWN = frozenset(
     "rope_type type rope_theta factor original_max_position_embeddings low_freq_factor high_freq_factor beta_slow "
@@ -17,26 +17,45 @@ _KNOWN = frozenset(
 )
 
 
-def rotary_share(values: Mapping[str, Any]) -> float:
+def _rope(values: Values) -> Values:
+    return values.section("rope_parameters") or values.section("rope_scaling")
+
+
+def rotary_share(values: Values) -> float:
     """Returns the part of each head that turns."""
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    older = values.get("partial_rotary_factor")
-    return rope.get("partial_rotary_factor") or older or 1.0
+    return _share(_rope(values), values)
 
 
-def rope_sizes(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns theta and scaling, from today's `rope_parameters` or yesterday's `rope_theta` and `rope_scaling`."""
-    rope = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
-    if set(rope) & set(TYPES):  # one for each type of layers, which the architecture reads itself
-        return {}
-    theta = rope.get("rope_theta", values.get("rope_theta", 10_000.0))
-    if theta is None:
+def _share(rope: Values, values: Values) -> float:
+    name = "partial_rotary_factor"
+    found = [one.number_or_none(name, above=0, most=1) for one in (rope, values)]
+    return found[0] or found[1] or 1.0
+
+
+def rope_sizes(values: Values, theta: float = 10_000.0, in_part: bool = False) -> dict[str, Any]:
+    """Returns theta and scaling, from today's `rope_parameters` or yesterday's `rope_theta` and `rope_scaling`.
+
+    theta: where there is none.  in_part: whether the architecture reads which part of each head turns.
+    """
+    rope, kind = _rope(values), values.get("model_type")
+    if by_type := [name for name in TYPES if name in rope]:
         raise Refused(
-            "[hf] rope_theta must be a number; only layers of some architectures have no rotary positions"
+            f"{WHO} rope_parameters has {', '.join(by_type)}, but all layers of a {kind} model have the same rotary "
+            "positions"
+        )
+    return sizes_of_rope(rope, values, values.number("rope_theta", theta, above=0), in_part)
+
+
+def sizes_of_rope(rope: Values, values: Values, theta: float, in_part: bool = False) -> dict[str, Any]:
+    """Returns the fields that one object of rotary positions describes."""
+    theta = rope.number("rope_theta", theta, above=0, most=FLOAT32)
+    if not in_part and (share := _share(rope, values)) != 1:
+        raise Refused(
+            f"{WHO} partial_rotary_factor={share} is not supported in a {values.get('model_type')} model; only 1.0 is"
         )
     kind = rope.get("rope_type", rope.get("type", "default"))
     if unknown := [name for name, value in rope.items() if name not in _KNOWN and value]:
-        raise Refused(f"[hf] rope_parameters has keys that are not known here: {', '.join(sorted(unknown))}")
+        raise Refused(f"{WHO} rope_parameters has keys that are not known here: {', '.join(sorted(unknown))}")
     if kind == "default":
         return {"rope_theta": theta}
     kind = "longrope" if kind == "su" else kind  # what it was called at first
@@ -49,22 +68,22 @@ def rope_sizes(values: Mapping[str, Any]) -> dict[str, Any]:
         )
     if kind not in KINDS:
         raise Refused(
-            f"[hf] rope_type={kind!r} is not supported; it must be one of default, {', '.join(KINDS)}"
+            f"{WHO} rope_type={shown(kind)} is not supported; it must be one of default, {', '.join(KINDS)}"
         )
     return {"rope_theta": theta, "rope_scaling": _scaling(kind, rope, values)}
 
 
-def _scaling(kind: str, rope: Mapping[str, Any], values: Mapping[str, Any]) -> RopeScaling:
+def _scaling(kind: str, rope: Values, values: Values) -> RopeScaling:
     if kind == "linear":
-        return RopeScaling("linear", rope["factor"])
+        return RopeScaling("linear", rope.number("factor", least=1))
     original = _original(rope, values)
     if kind == "llama3":
         return RopeScaling(
             "llama3",
-            rope["factor"],
+            rope.number("factor", least=1),
             original,
-            low_frequency_factor=rope["low_freq_factor"],
-            high_frequency_factor=rope["high_freq_factor"],
+            low_frequency_factor=rope.number("low_freq_factor", above=0),
+            high_frequency_factor=rope.number("high_freq_factor", above=0),
         )
     if kind == "longrope":
         return _longrope(rope, values)
@@ -72,51 +91,53 @@ def _scaling(kind: str, rope: Mapping[str, Any], values: Mapping[str, Any]) -> R
         "yarn",
         _factor(rope, values),
         original,
-        beta_slow=rope.get("beta_slow") or 1.0,
-        beta_fast=rope.get("beta_fast") or 32.0,
+        beta_slow=rope.number_or_none("beta_slow", least=0) or 1.0,
+        beta_fast=rope.number_or_none("beta_fast", least=0) or 32.0,
         attention_factor=_attention_factor(rope, values),
-        truncate=rope.get("truncate", True),
+        truncate=rope.flag("truncate", True),
     )
 
 
-def _original(rope: Mapping[str, Any], values: Mapping[str, Any]) -> int:
+def _original(rope: Values, values: Values) -> int:
     """Returns the tokens of a sequence in training; a key beside the scaling comes before the one in it."""
-    names = "original_max_position_embeddings", "max_position_embeddings"
-    return values.get(names[0]) or rope.get(names[0]) or values[names[1]]
+    found = [one.integer_or_none("original_max_position_embeddings") for one in (values, rope)]
+    return found[0] or found[1] or values.integer("max_position_embeddings")
 
 
-def _longrope(rope: Mapping[str, Any], values: Mapping[str, Any]) -> RopeScaling:
+def _longrope(rope: Values, values: Values) -> RopeScaling:
     return RopeScaling(
         "longrope",
         max(1.0, _factor(rope, values)),
         _original(rope, values),
-        attention_factor=rope.get("attention_factor"),
-        short_factors=rope["short_factor"],
-        long_factors=rope["long_factor"],
+        attention_factor=rope.number_or_none("attention_factor", above=0, most=FLOAT32),
+        short_factors=tuple(rope.several("short_factor")),
+        long_factors=tuple(rope.several("long_factor")),
     )
 
 
-def _factor(rope: Mapping[str, Any], values: Mapping[str, Any]) -> float:
-    return rope.get("factor") or values["max_position_embeddings"] / _original(rope, values)
+def _factor(rope: Values, values: Values) -> float:
+    given = rope.number_or_none("factor", above=0)
+    return given or values.integer("max_position_embeddings") / _original(rope, values)
 
 
-def _attention_factor(rope: Mapping[str, Any], values: Mapping[str, Any]) -> float | None:
+def _attention_factor(rope: Values, values: Values) -> float | None:
     """Returns the factor of yarn; None for the usual one."""
-    both = rope.get("mscale"), rope.get("mscale_all_dim")
-    if rope.get("attention_factor") is not None or not all(both):
-        return rope.get("attention_factor")
+    given = rope.number_or_none("attention_factor", above=0, most=FLOAT32)
+    both = [rope.number_or_none(name, least=0, most=FLOAT32) or 0 for name in ("mscale", "mscale_all_dim")]
+    if given is not None or not all(both):
+        return given
     above, below = (_grown(_factor(rope, values), mscale) for mscale in both)
     return above / below
 
 
-def _grown(factor: float, mscale: Any) -> float:
+def _grown(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def grown_scale(values: Mapping[str, Any]) -> float | None:
+def grown_scale(values: Values) -> float | None:
     """Returns what DeepSeek multiplies the scale of attention by for `mscale_all_dim`; None for nothing."""
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    all_dim = rope.get("mscale_all_dim")
+    rope = _rope(values)
+    all_dim = rope.number_or_none("mscale_all_dim", least=0, most=FLOAT32)
     is_plain = rope.get("rope_type", rope.get("type", "default")) == "default"
     return None if is_plain or not all_dim else _grown(_factor(rope, values), all_dim) ** 2
 

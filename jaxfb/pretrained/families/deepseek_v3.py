@@ -7,7 +7,7 @@ from typing import Any
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.latent import Latent
 from jaxfb.models.pattern import LayerKind, stack_of
-from jaxfb.pretrained.family import MULTI_TOKEN, Architecture, Values, experts, refuse
+from jaxfb.pretrained.family import Architecture, Values, depths, experts, refuse
 from jaxfb.pretrained.rope_keys import grown_keys, grown_scale, rope_keys
 from jaxfb.pretrained.tensors import ATTENTION, MLP
 
@@ -41,36 +41,35 @@ _NAMES = {
 def _sizes(values: Values) -> dict[str, Any]:
     refuse(values, moe_layer_freq=1)
     refuse(values, scoring_func="sigmoid", topk_method="noaux_tc", attention_bias=False, rms_norm_eps=1e-6)
-    for derived in ("head_dim", "qk_head_dim", "num_key_value_heads", "num_local_experts", *MULTI_TOKEN):
-        values.get(derived)
-    head_size, width = (
-        values["qk_nope_head_dim"] + values["qk_rope_head_dim"],
-        values["moe_intermediate_size"],
-    )
-    grown, dense = grown_scale(values), values["first_k_dense_replace"]
+    for derived in ("head_dim", "qk_head_dim", "num_key_value_heads", "num_local_experts"):
+        values.integer_or_none(derived)
+    depths(values)
+    rotary_size, width = values.integer("qk_rope_head_dim"), values.integer("moe_intermediate_size")
+    head_size = values.integer("qk_nope_head_dim") + rotary_size
+    grown, dense = grown_scale(values), values.integer("first_k_dense_replace", least=0)
     mixture = {
-        **experts(values["n_routed_experts"], values),
+        **experts(values.integer("n_routed_experts"), values),
         "leading": (LayerKind(layers=dense, experts=False),) if dense else (),
         "expert_mlp_size": width,
-        "shared_expert_size": width * values["n_shared_experts"],
+        "shared_expert_size": width * values.integer("n_shared_experts", least=0),
         "router_scores": "sigmoid",
         "router_bias": True,
-        "router_groups": values.get("n_group") or 1,
-        "router_top_groups": values.get("topk_group") or 1,
-        "router_renormalize": values["norm_topk_prob"],
-        "router_scale": values["routed_scaling_factor"],
+        "router_groups": values.integer_or_none("n_group") or 1,
+        "router_top_groups": values.integer_or_none("topk_group") or 1,
+        "router_renormalize": values.flag("norm_topk_prob", True),
+        "router_scale": values.number("routed_scaling_factor"),
     }
     return {
-        **(mixture if dense < values["num_hidden_layers"] else {}),
+        **(mixture if dense < values.integer("num_hidden_layers") else {}),
         "head_size": head_size,
         "mtp_as_published": True,
-        "num_kv_heads": values["num_attention_heads"],
+        "num_kv_heads": values.integer("num_attention_heads"),
         "latent": Latent(
-            key_value_rank=values["kv_lora_rank"],
-            rotary_size=values["qk_rope_head_dim"],
-            value_size=values["v_head_dim"],
-            query_rank=values.get("q_lora_rank"),
-            interleaved=values.get("rope_interleave", True),
+            key_value_rank=values.integer("kv_lora_rank"),
+            rotary_size=rotary_size,
+            value_size=values.integer("v_head_dim"),
+            query_rank=values.integer_or_none("q_lora_rank"),
+            interleaved=values.flag("rope_interleave", True),
         ),
         "variant": {} if grown is None else {"attention_scale": grown * head_size**-0.5},
     }

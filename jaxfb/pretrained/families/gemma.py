@@ -9,7 +9,7 @@ from jaxfb.pretrained.family import Architecture, Values, attention_bias_keys, b
 
 def gemma_variant(values: Values) -> dict[str, Any]:
     """Returns what all of Gemma's models have in common."""
-    return {"norm_offset": True, "embedding_scale": values["hidden_size"] ** 0.5}
+    return {"norm_offset": True, "embedding_scale": values.integer("hidden_size") ** 0.5}
 
 
 def _sizes(values: Values) -> dict[str, Any]:
@@ -17,7 +17,7 @@ def _sizes(values: Values) -> dict[str, Any]:
     if values.get("hidden_activation") is not None:  # of older files, whose hidden_act means nothing then
         refuse(values, hidden_activation="gelu_pytorch_tanh")
     biases = bias_sizes(values)
-    tied = values.get("tie_word_embeddings", True)
+    tied = values.flag("tie_word_embeddings", True)
     return {**biases, "tied_embeddings": tied, "variant": {**biases["variant"], **gemma_variant(values)}}
 
 

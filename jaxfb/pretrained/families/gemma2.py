@@ -8,7 +8,15 @@ from jaxfb.models.config import TransformerConfig
 from jaxfb.models.pattern import LayerKind
 from jaxfb.pretrained.families.gemma import gemma_variant
 from jaxfb.pretrained.family import Architecture, Values, bias_sizes, refuse
-from jaxfb.pretrained.layer_types import FULL, SLIDING, stack_sizes, types_in, types_of, window_in
+from jaxfb.pretrained.layer_types import (
+    FULL,
+    SLIDING,
+    stack_sizes,
+    types_in,
+    types_of,
+    window_in,
+    windows_of,
+)
 from jaxfb.pretrained.tensors import DENSE
 
 NAMES = {
@@ -24,19 +32,19 @@ ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "silu": "silu", "gelu": "gelu"}
 def later_gemma_sizes(values: Values) -> dict[str, Any]:
     """Returns what Gemma 2 and 3 have in common."""
     refuse(values, hidden_activation="gelu_pytorch_tanh")
-    if values.get("use_bidirectional_attention"):
+    if values.flag("use_bidirectional_attention"):
         refuse(values, use_bidirectional_attention=False)
     biases = bias_sizes(values)
     return {
         **biases,
-        "head_size": values.get("head_dim", 256),
-        "tied_embeddings": values.get("tie_word_embeddings", True),
+        "head_size": values.integer_or_none("head_dim", 256),
+        "tied_embeddings": values.flag("tie_word_embeddings", True),
         "variant": {
             **biases["variant"],
             **gemma_variant(values),
             "activation": "gelu_tanh",
             "norms": "both",
-            "attention_scale": values.get("query_pre_attn_scalar", 256) ** -0.5,
+            "attention_scale": values.number("query_pre_attn_scalar", 256, above=0) ** -0.5,
         },
     }
 
@@ -56,13 +64,16 @@ def later_gemma_keys(sizes: TransformerConfig) -> dict[str, Any]:
 
 def _sizes(values: Values) -> dict[str, Any]:
     found = later_gemma_sizes(values)
-    window, number = values.get("sliding_window", 4096), values["num_hidden_layers"]
+    window, number = values.integer_or_none("sliding_window", 4096), values.integer("num_hidden_layers")
     types = types_of(values, [FULL if layer % 2 else SLIDING for layer in range(number)])
     return {
         **found,
-        **stack_sizes([LayerKind(window=window if kind == SLIDING else None) for kind in types]),
-        "logit_softcap": values.get("final_logit_softcapping", 30.0),
-        "variant": {**found["variant"], "attention_softcap": values.get("attn_logit_softcapping", 50.0)},
+        **stack_sizes([LayerKind(window=one) for one in windows_of(types, window)]),
+        "logit_softcap": values.number_or_none("final_logit_softcapping", 30.0),
+        "variant": {
+            **found["variant"],
+            "attention_softcap": values.number_or_none("attn_logit_softcapping", 50.0),
+        },
     }
 
 

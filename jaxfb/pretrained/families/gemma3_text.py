@@ -8,34 +8,39 @@ from jaxfb.models.config import TransformerConfig
 from jaxfb.models.pattern import LayerKind
 from jaxfb.pretrained.families.gemma2 import ACTIVATIONS, NAMES, later_gemma_keys, later_gemma_sizes
 from jaxfb.pretrained.family import Architecture, Values
-from jaxfb.pretrained.layer_types import FULL, SLIDING, layers_in, stack_sizes, types_of
-from jaxfb.pretrained.rope_keys import rope_keys, rope_sizes
+from jaxfb.pretrained.layer_types import FULL, SLIDING, layers_in, stack_sizes, types_of, windows_of
+from jaxfb.pretrained.rope_keys import rope_keys, sizes_of_rope
+from jaxfb.pretrained.values import WHO
+from jaxfb.refusal import Refused
 
 _THETA = {SLIDING: 10_000.0, FULL: 1_000_000.0}
 
 
 def _ropes(values: Values) -> dict[str, dict[str, Any]]:
     """Returns theta and scaling of both kinds, from today's keys or yesterday's."""
-    rope = values.get("rope_parameters") or {}
-    length = values.get("max_position_embeddings")
-    if FULL in rope or SLIDING in rope:
-        each = {kind: {"rope_theta": theta, **(rope.get(kind) or {})} for kind, theta in _THETA.items()}
-    else:
-        full = {"rope_theta": values.get("rope_theta", _THETA[FULL]), **(values.get("rope_scaling") or {})}
-        each = {SLIDING: {"rope_theta": values.get("rope_local_base_freq", _THETA[SLIDING])}, FULL: full}
-    return {
-        kind: rope_sizes({"rope_parameters": found, "max_position_embeddings": length})
-        for kind, found in each.items()
-    }
+    rope = values.section("rope_parameters")
+    if other := [name for name, value in rope.items() if name not in _THETA and value]:
+        raise Refused(
+            f"{WHO} rope_parameters of a gemma3_text model has {', '.join(sorted(other))}; it must have one object "
+            f"for each type of layers, {' and '.join(_THETA)}"
+        )
+    theta = dict(_THETA)
+    if not rope:
+        theta[FULL] = values.number("rope_theta", theta[FULL], above=0)
+        theta[SLIDING] = values.number("rope_local_base_freq", theta[SLIDING], above=0)
+    each = {kind: rope.section(kind) for kind in _THETA}
+    each[FULL] = each[FULL] if rope else values.section("rope_scaling")
+    return {kind: sizes_of_rope(each[kind], values, theta[kind]) for kind in _THETA}
 
 
 def _sizes(values: Values) -> dict[str, Any]:
     values.get("attn_logit_softcapping")  # read by no model
-    window, number = values.get("sliding_window", 4096), values["num_hidden_layers"]
-    found = [values.get(name) for name in ("sliding_window_pattern", "_sliding_window_pattern")]
+    window, number = values.integer_or_none("sliding_window", 4096), values.integer("num_hidden_layers")
+    found = [values.integer_or_none(name) for name in ("sliding_window_pattern", "_sliding_window_pattern")]
     every = found[0] or found[1] or 6
     types = types_of(values, [SLIDING if (layer + 1) % every else FULL for layer in range(number)])
     ropes = _ropes(values)
+    windows_of(types, window)  # refuses local layers without a window
     local = LayerKind(window=window, rope_scaling=ropes[SLIDING].get("rope_scaling"))
     kinds = {SLIDING: local, FULL: LayerKind(**ropes[FULL])}
     return {
@@ -44,7 +49,7 @@ def _sizes(values: Values) -> dict[str, Any]:
         "rope_scaling": None,  # a kind without scaling takes the model's
         **stack_sizes([kinds[kind] for kind in types]),
         "qk_norm": True,
-        "logit_softcap": values.get("final_logit_softcapping"),
+        "logit_softcap": values.number_or_none("final_logit_softcapping"),
     }
 
 
@@ -63,4 +68,5 @@ GEMMA3_TEXT = Architecture(
     keys=_keys,
     activations=ACTIVATIONS,
     layer_names=NAMES,
+    rope_by_type=True,
 )

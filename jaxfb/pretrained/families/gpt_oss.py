@@ -7,7 +7,15 @@ from typing import Any
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.pattern import LayerKind
 from jaxfb.pretrained.family import Architecture, Values, expert_keys, experts, refuse
-from jaxfb.pretrained.layer_types import FULL, SLIDING, stack_sizes, types_in, types_of, window_in
+from jaxfb.pretrained.layer_types import (
+    FULL,
+    SLIDING,
+    stack_sizes,
+    types_in,
+    types_of,
+    window_in,
+    windows_of,
+)
 from jaxfb.pretrained.tensors import ATTENTION, Every, Place
 
 _NAMES = {
@@ -26,15 +34,17 @@ _NAMES = {
 
 def _sizes(values: Values) -> dict[str, Any]:
     refuse(values, attention_bias=True, swiglu_alpha=1.702, swiglu_limit=7.0)
-    values.get("experts_per_token")  # what else num_experts_per_tok is called in the same file
-    window, number = values.get("sliding_window", 128), values["num_hidden_layers"]
+    values.integer_or_none("experts_per_token")  # what else num_experts_per_tok is called in the same file
+    if not (values.get("rope_parameters") or values.get("rope_scaling")):
+        raise KeyError("rope_parameters")  # transformers would scale the positions then
+    window, number = values.integer_or_none("sliding_window", 128), values.integer("num_hidden_layers")
     types = types_of(values, [FULL if layer % 2 else SLIDING for layer in range(number)])
-    kinds = [LayerKind(window=window if kind == SLIDING else None) for kind in types]
+    kinds = [LayerKind(window=one) for one in windows_of(types, window)]
     return {
-        **experts(values.get("num_local_experts") or values["num_experts"], values),
+        **experts(values.integer_or_none("num_local_experts") or values.integer("num_experts"), values),
         **stack_sizes(kinds, has_experts=True),
-        "head_size": values.get("head_dim", 64),
-        "expert_mlp_size": values["intermediate_size"],
+        "head_size": values.integer_or_none("head_dim", 64),
+        "expert_mlp_size": values.integer("intermediate_size"),
         "qkv_bias": True,
         "variant": {
             "activation": "clamped_silu",
@@ -66,4 +76,5 @@ GPT_OSS = Architecture(
     keys=_keys,
     activations={"silu": "silu"},  # its own is part of the architecture
     layer_names=_NAMES,
+    default_theta=150_000.0,
 )

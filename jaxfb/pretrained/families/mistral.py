@@ -9,7 +9,7 @@ from jaxfb.pretrained.family import Architecture, Values
 
 
 def _sizes(values: Values) -> dict[str, Any]:
-    return {"window": values.get("sliding_window", 4096)}
+    return {"window": values.integer_or_none("sliding_window", 4096)}
 
 
 def _keys(sizes: TransformerConfig) -> dict[str, Any]:

@@ -19,9 +19,9 @@ _NAMES = {
 
 def _sizes(values: Values) -> dict[str, Any]:
     return {
-        **experts(values["num_local_experts"], values),
-        "expert_mlp_size": values["intermediate_size"],
-        "window": values.get("sliding_window"),
+        **experts(values.integer("num_local_experts"), values),
+        "expert_mlp_size": values.integer("intermediate_size"),
+        "window": values.integer_or_none("sliding_window"),
     }
 
 
@@ -38,4 +38,5 @@ MIXTRAL = Architecture(
     sizes=_sizes,
     keys=_keys,
     layer_names=_NAMES,
+    default_theta=1_000_000.0,
 )

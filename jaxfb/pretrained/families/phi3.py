@@ -35,13 +35,16 @@ _NAMES = {
 
 def _sizes(values: Values) -> dict[str, Any]:
     refuse(values, attention_bias=False)
-    values.get("original_max_position_embeddings")  # read again where rope_parameters has none
-    scaling = rope_sizes(values).get("rope_scaling")
+    values.integer_or_none("original_max_position_embeddings")  # read again where rope_parameters has none
+    scaling = rope_sizes(values, in_part=True).get("rope_scaling")
     if scaling is not None and scaling.kind != "longrope":
         raise Refused(
             f"[hf] rope_type={scaling.kind!r} is not supported in phi3; only default and longrope are"
         )
-    return {"window": values.get("sliding_window"), "variant": {"rotary_share": rotary_share(values)}}
+    return {
+        "window": values.integer_or_none("sliding_window"),
+        "variant": {"rotary_share": rotary_share(values)},
+    }
 
 
 def _keys(sizes: TransformerConfig) -> dict[str, Any]:
@@ -60,4 +63,5 @@ PHI3 = Architecture(
     sizes=_sizes,
     keys=_keys,
     layer_names=_NAMES,
+    rope_in_part=True,
 )

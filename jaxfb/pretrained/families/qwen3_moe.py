@@ -7,8 +7,10 @@ from typing import Any
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.pattern import LayerKind
 from jaxfb.pretrained.family import Architecture, Values, bias_sizes, expert_keys, experts
-from jaxfb.pretrained.layer_types import layers_in, stack_sizes, window_in
+from jaxfb.pretrained.layer_types import layers_in, stack_sizes, used_window, window_in
 from jaxfb.pretrained.tensors import DENSE
+from jaxfb.pretrained.values import WHO
+from jaxfb.refusal import integer
 
 _NAMES = {
     **DENSE,
@@ -20,19 +22,19 @@ _NAMES = {
 
 
 def _sizes(values: Values) -> dict[str, Any]:
-    step, dense = values.get("decoder_sparse_step", 1), values.get("mlp_only_layers") or ()
+    step, dense = values.integer("decoder_sparse_step", 1), values.several("mlp_only_layers")
+    dense = {integer(f"mlp_only_layers[{at}]", one, who=WHO, least=0) for at, one in enumerate(dense)}
     values.get("max_window_layers")  # read by no model: all layers have the window
-    window, used = values.get("sliding_window"), values.get("use_sliding_window")
-    window = window if used else None
-    today, before = values.get("num_local_experts"), values.get("num_experts")
-    number = values["num_experts"] if before is None and today is None else before or today or 0
-    layers = range(values["num_hidden_layers"])
+    window = used_window(values)
+    today, before = (values.integer_or_none(name, least=0) for name in ("num_local_experts", "num_experts"))
+    number = values.integer("num_experts") if before is None and today is None else before or today or 0
+    layers = range(values.integer("num_hidden_layers"))
     has_experts = [bool(number) and layer not in dense and (layer + 1) % step == 0 for layer in layers]
     mixture = {
         **stack_sizes([LayerKind(window=window, experts=some) for some in has_experts], has_experts=True),
         **experts(number, values),
-        "expert_mlp_size": values["moe_intermediate_size"],
-        "router_renormalize": values.get("norm_topk_prob", False),
+        "expert_mlp_size": values.integer("moe_intermediate_size"),
+        "router_renormalize": values.flag("norm_topk_prob"),
     }
     return {**bias_sizes(values), "qk_norm": True, **(mixture if any(has_experts) else {"window": window})}
 

@@ -7,24 +7,35 @@ from typing import Any
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.pattern import LayerKind
 from jaxfb.pretrained.family import Architecture, Values, bias_keys, bias_sizes
-from jaxfb.pretrained.layer_types import SLIDING, layers_in, stack_sizes, types_in, types_of, window_in
-from jaxfb.refusal import Refused
+from jaxfb.pretrained.layer_types import (
+    SLIDING,
+    layers_in,
+    stack_sizes,
+    types_in,
+    types_of,
+    used_window,
+    window_in,
+    windows_of,
+)
+from jaxfb.pretrained.values import WHO
+from jaxfb.refusal import Refused, refuse
 
 
 def _sizes(values: Values) -> dict[str, Any]:
-    number, interval = values["num_hidden_layers"], values.get("no_rope_layer_interval", 4)
+    number, interval = values.integer("num_hidden_layers"), values.integer("no_rope_layer_interval", 4)
     values.get("max_window_layers")  # read by no model
-    found, used = values.get("sliding_window"), values.get("use_sliding_window")
-    window = found if used else None
-    turned = values.get("no_rope_layers") or [(layer + 1) % interval != 0 for layer in range(number)]
+    window = used_window(values, default=None)
+    turned = values.several("no_rope_layers") or [(layer + 1) % interval != 0 for layer in range(number)]
+    if any(one not in (0, 1) for one in turned):
+        refuse("no_rope_layers", turned, "a list of 0 and 1", who=WHO)
     if len(turned) != number:
         raise Refused(f"[hf] no_rope_layers has {len(turned)} entries for num_hidden_layers={number} layers")
     default = ["full_attention" if window is None or rope else SLIDING for rope in turned]
     kinds = [
-        LayerKind(window=window if kind == SLIDING else None, rope=bool(rope))
-        for kind, rope in zip(types_of(values, default), turned, strict=True)
+        LayerKind(window=one, rope=bool(rope))
+        for one, rope in zip(windows_of(types_of(values, default), window), turned, strict=True)
     ]
-    tied = values.get("tie_word_embeddings", True)
+    tied = values.flag("tie_word_embeddings", True)
     return {**bias_sizes(values), **stack_sizes(kinds), "tied_embeddings": tied}
 
 
@@ -46,4 +57,5 @@ SMOLLM3 = Architecture(
     tested="transformers: logits, losses, gradients",
     sizes=_sizes,
     keys=_keys,
+    default_theta=2_000_000.0,
 )
