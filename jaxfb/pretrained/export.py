@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from jaxfb.pretrained.companions import copy_companions
 from jaxfb.pretrained.family import MULTI_TOKEN
 from jaxfb.pretrained.names import Leaf, Part, leaves_of
 from jaxfb.pretrained.repository import INDEX, SINGLE
-from jaxfb.pretrained.tensor_files import Tensor, TensorFile
+from jaxfb.pretrained.tensor_files import NAMES, Tensor, TensorFile
 from jaxfb.refusal import Refused
 from jaxfb.trainable import name_of
 
@@ -37,7 +38,9 @@ def export_model(
 
     Args:
       directory: new or empty.
-      params: like `init_params(sizes_of(config), key)`, of any sharding; written in their dtype.
+      params: like `init_params(sizes_of(config), key)`, of any sharding; each is written in its dtype, those that
+        transformers stores as parts of one tensor in the widest of theirs. config.json has the widest of all, in which
+        transformers loads the model.
       config: a config.json, such as the one that the model was imported with.
       companions: a directory whose tokenizer, chat template and generation config are copied.
       file_bytes: a file is closed before it would grow beyond this.
@@ -46,20 +49,20 @@ def export_model(
     """
     arrays = {name_of(path): array for path, array in jax.tree_util.tree_leaves_with_path(params)}
     shapes = {path: tuple(array.shape) for path, array in arrays.items()}
-    dtype = next(iter(arrays.values())).dtype
+    dtypes = {path: array.dtype for path, array in arrays.items()}
 
     def parts_of(path: str, depth: int) -> Iterator[Any]:
         array = arrays[path]
         return (array[index] if index else array for index in np.ndindex(array.shape[:depth]))
 
-    return export_arrays(directory, shapes, parts_of, dtype, config, companions, file_bytes)
+    return export_arrays(directory, shapes, parts_of, dtypes, config, companions, file_bytes)
 
 
 def export_arrays(
     directory: str | Path,
     shapes: Mapping[str, tuple[int, ...]],
     parts_of: Callable[[str, int], Iterable[Any]],
-    dtype: Any,
+    dtype: Any | Mapping[str, Any],
     config: Mapping[str, Any],
     companions: Path | None = None,
     file_bytes: int = FILE_BYTES,
@@ -70,7 +73,7 @@ def export_arrays(
       shapes: of all of our arrays by dotted path.
       parts_of: (dotted path, number of leading dims) -> array[0], array[1] and so on, of these dims in row order, or
         the whole array for 0 dims; called once for each array, in no particular order.
-      dtype: of the tensors that are written.
+      dtype: of the tensors that are written, or that of each array by dotted path.
     """
     target = Path(directory)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -78,15 +81,16 @@ def export_arrays(
     depth = _depth(shapes)
     leaves = leaves_of(architecture_of(config), replace(sizes_of(config), mtp_depth=depth))
     _check_shapes(leaves, shapes)
-    name = str(jnp.dtype(dtype))
+    dtypes = _dtypes(leaves, dtype if isinstance(dtype, Mapping) else dict.fromkeys(leaves, dtype))
+    name = str(_widest(dtypes.values()))
     target.mkdir(parents=True, exist_ok=True)
-    files = _files(target, leaves, jnp.dtype(dtype), file_bytes)
+    files = _files(target, leaves, dtypes, file_bytes)
     place = {tensor: file for file in files for tensor in file.names}
     try:
         for path, leaf in leaves.items():
             arrays = parts_of(path, len(leaf.parts[0].index))
             for part, array in zip(leaf.parts, arrays, strict=True):
-                _write_part(leaf, part, array, jnp.dtype(dtype), place[part.name])
+                _write_part(leaf, part, array, dtypes[part.name], place[part.name])
     except BaseException:
         for file in files:
             file.abandon()
@@ -115,16 +119,34 @@ def _check_shapes(leaves: Mapping[str, Leaf], shapes: Mapping[str, tuple[int, ..
         )
 
 
+def _dtypes(leaves: Mapping[str, Leaf], wanted: Mapping[str, Any]) -> dict[str, np.dtype]:
+    """Returns the dtype of each tensor by name, the widest where several arrays are parts of it."""
+    found: dict[str, list[np.dtype]] = {}
+    for path, leaf in leaves.items():
+        if (name := str(wanted[path])) not in NAMES:
+            raise Refused(f"[hf] {path} cannot be written as {name}; it must be one of {', '.join(NAMES)}")
+        for part in leaf.parts:
+            found.setdefault(part.name, []).append(jnp.dtype(name))
+    return {name: _widest(dtypes) for name, dtypes in found.items()}
+
+
+def _widest(dtypes: Iterable[np.dtype]) -> np.dtype:
+    """Returns a dtype that has all numbers of each of them: of bfloat16 and float16 that is float32."""
+    return reduce(jnp.promote_types, dtypes)
+
+
 def _write_part(leaf: Leaf, part: Part, array: Any, dtype: Any, file: TensorFile) -> None:
     found = np.asarray(jax.device_get(array)).astype(dtype, copy=False)
     file.write(part.name, found.swapaxes(-1, -2) if leaf.turned else found, part.cut)
 
 
-def _files(target: Path, leaves: Mapping[str, Leaf], dtype: Any, file_bytes: int) -> list[TensorFile]:
+def _files(
+    target: Path, leaves: Mapping[str, Leaf], dtypes: Mapping[str, np.dtype], file_bytes: int
+) -> list[TensorFile]:
     """Opens the files, whose tensors are ordered layer by layer so that a file has whole layers."""
     parts = {part.name: part for leaf in leaves.values() for part in leaf.parts}
     ordered = sorted((part.index[:1], part.name, part.shape) for part in parts.values())
-    tensors = [Tensor(name, shape, dtype) for _, name, shape in ordered]
+    tensors = [Tensor(name, shape, dtypes[name]) for _, name, shape in ordered]
     groups = _grouped(tensors, file_bytes)
     names = [f"model-{k + 1:05d}-of-{len(groups):05d}.safetensors" for k in range(len(groups))]
     names = [SINGLE] if len(groups) == 1 else names

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,11 +12,14 @@ from typing import Any
 import numpy as np
 
 from jaxfb.pretrained import fp8, mxfp4
-from jaxfb.refusal import Refused
+from jaxfb.refusal import Refused, refuse, shown
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PACKED = {format.DTYPE: format for format in (mxfp4, fp8)}
-DTYPES = ("F64", "F32", "F16", "BF16", *PACKED)
+FLOATS = ("F64", "F32", "F16", "BF16")
+DTYPES = (*FLOATS, *PACKED)
+Stored = tuple[Path, tuple[int, ...], str]
+"""The file of a tensor, its shape and its dtype."""
 
 
 @dataclass(frozen=True)
@@ -28,15 +32,14 @@ class Repository:
 
     path: Path
     config: Mapping[str, Any]
-    tensors: Mapping[str, tuple[Path, tuple[int, ...], str]]
-    packed: Mapping[str, tuple[Path, tuple[int, ...], str]] = field(default_factory=dict)
+    tensors: Mapping[str, Stored]
+    packed: Mapping[str, Stored] = field(default_factory=dict)
 
     @property
     def files(self) -> list[Path]:
         """Returns the files of the weights, and their index where there is one."""
-        index = self.path / INDEX
         weights = sorted({file for file, _, _ in (self.packed or self.tensors).values()})
-        return [index, *weights] if index.is_file() else weights
+        return weights if weights == [self.path / SINGLE] else [self.path / INDEX, *weights]
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
         """Returns a tensor, or part of it, reading no more of the file than that (of every other number: what is
@@ -81,34 +84,51 @@ def open_repository(directory: str | Path) -> Repository:
     """
     path = Path(directory)
     config = read_json(path / "config.json")
-    tensors = {}
-    for file in _files(path):
-        tensors |= _header(file)
+    tensors = _tensors(path)
     for packed in PACKED.values():
         if packed.is_used(config):
             return Repository(path, config, packed.joined(tensors, config), packed=tensors)
     return Repository(path, config, tensors)
 
 
-def _files(path: Path) -> list[Path]:
-    if (path / INDEX).is_file():
-        listed = read_json(path / INDEX).get("weight_map", {})
-        names = sorted(set(listed.values()))
-        if wrong := [name for name in names if Path(str(name)).name != name]:
-            raise Refused(f"[hf] {path / INDEX} names files outside the directory: {wrong[0]!r}")
-    else:
-        names = [SINGLE]
-    missing = [name for name in names if not (path / name).is_file()]
-    if missing or not names:
+def _tensors(path: Path) -> dict[str, Stored]:
+    """Returns all tensors: those of model.safetensors where it exists, as in transformers, or of the index's files."""
+    if (path / SINGLE).is_file() or not (path / INDEX).is_file():
+        return _header(*_present(path, [SINGLE]))
+    listed, found = _weight_map(path / INDEX), {}
+    for file in _present(path, sorted(set(listed.values()))):
+        for name, tensor in _header(file).items():
+            found.setdefault(name, {})[file.name] = tensor
+    for name, files in found.items():
+        if len(files) > 1 and listed.get(name) not in files:
+            raise Refused(
+                f"[hf] {path / INDEX}: weight_map must name the file of {name}, which {' and '.join(files)} contain"
+            )
+    return {name: files.get(listed.get(name)) or next(iter(files.values())) for name, files in found.items()}
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    listed = read_json(index).get("weight_map")
+    if not isinstance(listed, dict) or not listed or not all(isinstance(one, str) for one in listed.values()):
+        refuse(f"{index}: weight_map", listed, "an object with the file of each tensor", who="[hf]")
+    if wrong := [name for name in listed.values() if Path(name).name != name]:
+        raise Refused(f"[hf] {index} names files outside the directory: {shown(wrong[0])}")
+    return listed
+
+
+def _present(path: Path, names: list[str]) -> list[Path]:
+    """Returns these files of a directory, all of which must exist."""
+    # unlike pathlib's, False for what cannot be a name
+    if missing := [name for name in names if not os.path.isfile(path / name)]:
         pickled = sorted(p.name for p in path.glob("*") if p.suffix in (".bin", ".pt", ".pth"))
         hint = (
             f"; {pickled[0]} is a pickle, which is never loaded: convert it to safetensors" if pickled else ""
         )
-        raise Refused(f"[hf] {path} has no {missing[0] if missing else INDEX}{hint}")
+        raise Refused(f"[hf] {path} has no {missing[0]}{hint}")
     return [path / name for name in names]
 
 
-def _header(file: Path) -> dict[str, tuple[Path, tuple[int, ...], str]]:
+def _header(file: Path) -> dict[str, Stored]:
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -134,7 +154,7 @@ def read_json(file: Path) -> dict[str, Any]:
         raise Refused(f"[hf] there is no file {file}")
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also of text that is no UTF-8, and of endless digits
         raise Refused(f"[hf] {file} is not JSON: {error}") from None
     if not isinstance(values, dict):
         raise Refused(f"[hf] {file} must be a JSON object")

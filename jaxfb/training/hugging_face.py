@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import shutil
 from collections.abc import Iterator
@@ -28,7 +27,8 @@ from jaxfb.pretrained.export import export_arrays
 from jaxfb.pretrained.load import checked_leaves, load_part
 from jaxfb.pretrained.peft import save_adapter
 from jaxfb.pretrained.repository import open_repository, read_json
-from jaxfb.refusal import Refused
+from jaxfb.pretrained.tensor_files import NAMES
+from jaxfb.refusal import Refused, choice
 from jaxfb.trainable import name_of
 from jaxfb.training.parameters import weights_of
 from jaxfb.training.run_dir import RunDirectory
@@ -125,6 +125,7 @@ def _export_checkpoint(source: Path, config: Any, target: Path, dtype: str | Non
     origin = _origin(source, config)
     sizes, description = _described(source, config, origin)
     wanted = dtype or description.get("dtype") or description.get("torch_dtype") or "float32"
+    choice("dtype", wanted, tuple(NAMES), who="[hf] config.json:")
     stored, lora = _stored(config, sizes), getattr(config, "lora", None)
     shapes = {path: leaf.shape for path, leaf in stored.items() if not path.endswith((A, B))}
     store = CheckpointStore(source / "checkpoints", keep_best=None)
@@ -189,7 +190,7 @@ def _described(source: Path, config: Any, origin: Path | None) -> tuple[Transfor
     """Returns the sizes of the run's model and a config.json of it."""
     model = config.model or load_config(config.start.run).model
     if origin is not None:
-        values = json.loads((origin / "config.json").read_text())
+        values = read_json(origin / "config.json")
         return replace(sizes_of(values), mtp_depth=getattr(model, "mtp_depth", 0)), values
     if isinstance(model, OwnModelConfig):
         raise Refused(
