@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,8 @@ from jaxfb.models.lora import changed, projections
 from jaxfb.models.pattern import LEADING, is_layer, layer_name, named
 from jaxfb.pretrained.architectures import ARCHITECTURES
 from jaxfb.pretrained.family import Architecture
-from jaxfb.refusal import Refused
+from jaxfb.pretrained.repository import FLOATS, read_json
+from jaxfb.refusal import Refused, integer, number, shown
 
 PyTree = Any
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -36,6 +38,14 @@ _SUPPORTED = {
         (None,),
     ),
 }
+# those that change nothing in what a trained adapter computes
+_INERT = frozenset(
+    "task_type auto_mapping peft_version base_model_name_or_path revision inference_mode r lora_alpha "
+    "lora_dropout target_modules exclude_modules layers_pattern init_lora_weights loftq_config eva_config corda_config "
+    "lora_ga_config qalora_group_size megatron_config megatron_core ensure_weight_tying runtime_config".split()
+)
+# initialisations that leave the weights of the model as they are; pissa, olora, corda, loftq and lora_ga change them
+_INITIALISATIONS = ("gaussian", "eva", "orthogonal", "mica")
 
 
 def save_adapter(
@@ -96,7 +106,7 @@ def load_adapter(directory: str | Path, params: PyTree, lora: LoRA) -> PyTree:
             raise Refused(
                 f"[lora] adapter={str(path)!r} has no file {name}; give a directory that PEFT wrote"
             )
-    _check_config(path, json.loads((path / CONFIG).read_text(encoding="utf-8")), lora)
+    _check_config(path, read_json(path / CONFIG), lora)
     stacks, wanted = _stacks(params), {}
     for where, stack in enumerate(stacks):
         for name, node in adapted_projections(stack.layers):
@@ -183,15 +193,34 @@ def _check_config(path: Path, values: Mapping[str, Any], lora: LoRA) -> None:
     for key, legal in _SUPPORTED.items():
         if values.get(key, legal[0]) not in legal:
             raise Refused(
-                f"[lora] {path / CONFIG}: {key}={values[key]!r} is not supported; only {legal[0]!r} is"
+                f"[lora] {path / CONFIG}: {key}={shown(values[key])} is not supported; only {legal[0]!r} is"
             )
+    _check_initialisation(path, values.get("init_lora_weights", True))
+    if unknown := [key for key, value in values.items() if key not in (*_SUPPORTED, *_INERT) and value]:
+        raise Refused(
+            f"[lora] {path / CONFIG} has keys that are not known here and may change what the adapter computes: "
+            f"{', '.join(sorted(unknown))}"
+        )
+    read = {"rank": integer, "alpha": partial(number, above=0)}
     for ours, theirs in (("rank", "r"), ("alpha", "lora_alpha")):
-        if values.get(theirs) != getattr(lora, ours):
+        given = read[ours](theirs, values.get(theirs), who=f"[lora] {path / CONFIG}:")
+        if given != getattr(lora, ours):
             raise Refused(
-                f"[lora] {ours}={getattr(lora, ours)}, but {path / CONFIG} has {theirs}={values.get(theirs)}; use "
-                f"lora.{ours}={values.get(theirs)}",
-                [{f"lora.{ours}": values.get(theirs)}],
+                f"[lora] {ours}={getattr(lora, ours)}, but {path / CONFIG} has {theirs}={given}; use "
+                f"lora.{ours}={given}",
+                [{f"lora.{ours}": given}],
             )
+
+
+def _check_initialisation(path: Path, given: Any) -> None:
+    """Refuses an adapter that adds to other weights than those of the model it began from."""
+    is_plain = given is None or isinstance(given, bool)
+    if not is_plain and str(given).lower() not in _INITIALISATIONS:
+        raise Refused(
+            f"[lora] {path / CONFIG}: init_lora_weights={shown(given)} is not supported; only true, false, "
+            f"{', '.join(_INITIALISATIONS)} are, which leave the model's weights alone: merge the adapter, or "
+            "convert it with PEFT's path_initial_model_for_weight_conversion"
+        )
 
 
 def _module(name: str, architecture: Architecture | None = None) -> str:
@@ -252,6 +281,11 @@ def _read(file: Path) -> dict[str, np.ndarray]:
 
     try:
         with safe_open(file, "numpy") as opened:
-            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            dtypes = {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
+            if wrong := [name for name, dtype in dtypes.items() if dtype not in FLOATS]:
+                raise Refused(
+                    f"[lora] {file}: {wrong[0]} has dtype {dtypes[wrong[0]]}, must be one of {', '.join(FLOATS)}"
+                )
+            return {name: opened.get_tensor(name) for name in dtypes}
     except (SafetensorError, OSError) as error:
         raise Refused(f"[lora] {file} cannot be read as safetensors: {str(error).splitlines()[0]}") from None
