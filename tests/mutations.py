@@ -1750,6 +1750,71 @@ MUTATIONS = (
         "            return",
         "checkpoint/test_checkpoint.py::test_a_failed_write_is_raised_and_the_next_one_works",
     ),
+    # files of Hugging Face
+    Mutation(
+        "positions_of_types_of_layers_ignored",
+        "pretrained/rope_keys.py",
+        "if by_type := [name for name in TYPES if name in rope]:",
+        "if by_type := [name for name in () if name in rope]:",
+        "pretrained/test_rope_keys.py::"
+        "test_positions_of_each_type_of_layers_are_refused_where_no_layer_reads_them",
+    ),
+    Mutation(
+        "turned_part_of_a_head_ignored",
+        "pretrained/rope_keys.py",
+        "(share := _share(rope, values)) != 1:",
+        "(share := _share(rope, values)) > 1:",
+        "pretrained/test_rope_keys.py::test_a_part_of_each_head_turns_only_where_the_architecture_reads_it",
+    ),
+    Mutation(
+        "text_is_true",
+        "pretrained/values.py",
+        "return given is not None and boolean(self._within + name, given, who=WHO)",
+        "return bool(given)",
+        "pretrained/test_wrong_keys.py::test_a_text_is_no_boolean",
+    ),
+    Mutation(
+        "window_of_qwen_forgotten",
+        "pretrained/layer_types.py",
+        "default: int | None = 4096",
+        "default: int | None = None",
+        "pretrained/test_windows.py::test_the_window_of_qwen_is_4096_from_layer_28_on",
+    ),
+    Mutation(
+        "index_comes_before_the_single_file",
+        "pretrained/repository.py",
+        "if (path / SINGLE).is_file() or not (path / INDEX).is_file():",
+        "if not (path / INDEX).is_file():",
+        "pretrained/test_files.py::test_the_single_file_comes_before_an_index_as_in_transformers",
+    ),
+    Mutation(
+        "first_file_of_a_tensor_is_taken",
+        "pretrained/repository.py",
+        "files.get(listed.get(name)) or next(",
+        "next(",
+        "pretrained/test_files.py::test_a_tensor_of_two_files_is_taken_from_the_one_that_the_index_names",
+    ),
+    Mutation(
+        "export_rounds_to_the_first_dtype",
+        "pretrained/export.py",
+        "{path: array.dtype for path, array in arrays.items()}",
+        "next(iter(arrays.values())).dtype",
+        "pretrained/test_files.py::test_parameters_of_several_dtypes_are_written_each_in_its_own",
+    ),
+    Mutation(
+        "pissa_read_as_a_plain_adapter",
+        "pretrained/peft.py",
+        '_INITIALISATIONS = ("gaussian",',
+        '_INITIALISATIONS = ("pissa", "gaussian",',
+        "pretrained/test_peft_config.py::test_an_initialisation_that_changes_the_model_is_refused",
+    ),
+    Mutation(
+        "adapters_of_any_dtype",
+        "pretrained/peft.py",
+        "if dtype not in FLOATS]:",
+        "if dtype not in dtypes.values()]:",
+        "pretrained/test_peft_config.py::test_adapters_that_are_no_floats_are_refused",
+    ),
 )
 
 
