@@ -1,17 +1,22 @@
 """Writes records: to a JSON-lines file always, to TensorBoard and Weights & Biases as extras.
 
 A record is a step and plain numbers by name, such as {"loss": 3.2, "eval/loss": 3.4}; a value may also be a list of
-numbers, which TensorBoard and Weights & Biases are not given. A your own writer is any function of
+numbers, which TensorBoard and Weights & Biases are not given. A writer of your own is any function of
 `(directory, config, resume)` that returns a `Writer`.
+
+The file has every record. A writer beside it that fails later than at the start is reported and not used again, since a
+service that is down must not end a run.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import logging
 import math
 import os
-from collections.abc import Iterable, Mapping
+import traceback
+from collections.abc import Callable, Iterable, Mapping, MutableSequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +24,7 @@ from jaxfb.parts import WRITERS
 from jaxfb.refusal import Refused, shown
 from jaxfb.registry import OWN
 
+log = logging.getLogger(__name__)
 PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}  # of the writers that come as extras
 
 
@@ -36,21 +42,38 @@ class JsonlWriter:
     path:   the file; made with its directory.
     resume: the step of the checkpoint a run continues from: records of later steps, which will be written
             again, and a line torn by a crash are dropped. None starts the file anew.
+    unwritten: records that an earlier run could not write, which now are; then it receives those that this one cannot
+            write: the first, for which `write` raises OSError, and all after it, which are not tried.
 
     A record is in the operating system's hands when `write` returns: killing the process loses none.
     """
 
-    def __init__(self, path: str | Path, resume: int | None = None):
+    def __init__(
+        self, path: str | Path, resume: int | None = None, unwritten: MutableSequence[dict] | None = None
+    ):
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         records = [] if resume is None else read_jsonl(self.path)
         kept = [record for record in records if record["step"] <= resume]
+        self._unwritten = [] if unwritten is None else unwritten
+        kept += [record for record in self._unwritten if record not in kept]
         _replace(self.path, "".join(_line(record) for record in kept))
+        self._unwritten.clear()
         # Not buffered: what a full disk did not take must not be tried again at the end.
         self._file = self.path.open("ab", buffering=0)
 
     def write(self, step: int, record: Mapping[str, Any]) -> None:
-        line = _line({"step": int(step), **{name: _plain(v) for name, v in record.items()}}).encode()
+        plain = {"step": int(step), **{name: _plain(v) for name, v in record.items()}}
+        if self._unwritten:  # a line after one that was torn would be lost with it
+            self._unwritten.append(plain)
+            return
+        try:
+            self._append(_line(plain).encode())
+        except OSError:
+            self._unwritten.append(plain)
+            raise
+
+    def _append(self, line: bytes) -> None:
         while line:
             line = line[self._file.write(line) :]
 
@@ -102,19 +125,60 @@ class WandbWriter:
         self._run.finish()
 
 
-class _Fan:
-    """Writes to several writers."""
+class _Beside:
+    """A writer beside the file, which may fail: it is then reported, and gets no more records.
 
-    def __init__(self, writers: Iterable[Writer]):
-        self._writers = tuple(writers)
+    name: as in `log.writers`. say: receives the report, and once more at the end, where it is not overlooked.
+    """
+
+    def __init__(self, name: str, writer: Writer, say: Callable[[str], None]):
+        self._name, self._writer, self._say = name, writer, say
+        self._report: str | None = None
 
     def write(self, step: int, record: Mapping[str, Any]) -> None:
-        for writer in self._writers:
-            writer.write(step, record)
+        if self._report is not None:
+            return
+        try:
+            self._writer.write(step, record)
+        except Exception as error:  # a service's package may raise anything
+            self._report = (
+                f"[log] the writer {self._name!r} failed at step {step} ({_described(error)}) and gets no more "
+                "records; metrics.jsonl has all"
+            )
+            self._say(self._report)
 
     def close(self) -> None:
-        for writer in self._writers:
-            writer.close()
+        if self._report is not None:
+            self._say(self._report)
+        try:
+            self._writer.close()
+        except Exception as error:
+            if self._report is None:
+                self._say(
+                    f"[log] the writer {self._name!r} failed when it was closed ({_described(error)}), so it may lack "
+                    "records; metrics.jsonl has all"
+                )
+
+
+class _Fan:
+    """Writes to the file, and to the writers beside it, also what the file does not take."""
+
+    def __init__(self, file: Writer, beside: Iterable[Writer]):
+        self._file, self._beside = file, tuple(beside)
+
+    def write(self, step: int, record: Mapping[str, Any]) -> None:
+        try:
+            self._file.write(step, record)
+        finally:
+            for writer in self._beside:
+                writer.write(step, record)
+
+    def close(self) -> None:
+        try:
+            self._file.close()
+        finally:
+            for writer in self._beside:
+                writer.close()
 
 
 def make_writers(
@@ -123,19 +187,46 @@ def make_writers(
     config: Mapping[str, Any],
     resume: int | None = None,
     extra: Iterable[Writer] = (),
+    *,
+    unwritten: MutableSequence[dict] | None = None,
+    say: Callable[[str], None] = log.warning,
 ) -> Writer:
     """Returns one writer to directory/metrics.jsonl, to those of `names` and to `extra`.
 
+    It raises the OSErrors of the file alone. Another writer that fails is reported to `say` and not used again.
+
     names: of `jaxfb.parts.WRITERS`, such as "tensorboard" and "wandb", or "package.module:function".
     resume: the step that the run continues from, or None for a new run.
+    unwritten: see `JsonlWriter`.
 
     Raises:
-      ValueError: the package a name needs is not installed; the message gives the command to install it.
+      ValueError: the package a name needs is not installed; the message gives the command to install it. Or a writer
+        cannot begin, since its disk or service cannot be reached.
     """
     directory, names = Path(directory), tuple(names)
     check_writers(names)
-    others = [_checked(name, WRITERS[name](directory, config, resume)) for name in names]
-    return _Fan([JsonlWriter(directory / "metrics.jsonl", resume), *others, *extra])
+    named = [(name, _begun(name, directory, config, resume)) for name in names]
+    named += [(type(writer).__name__, writer) for writer in extra]
+    file = JsonlWriter(directory / "metrics.jsonl", resume, unwritten)
+    return _Fan(file, [_Beside(name, writer, say) for name, writer in named])
+
+
+def _begun(name: str, directory: Path, config: Mapping[str, Any], resume: int | None) -> Writer:
+    """Returns the writer of a name, or refuses one that fails before anything is trained."""
+    try:
+        writer = WRITERS[name](directory, config, resume)
+    except OSError as error:
+        raise Refused(
+            f"[log] the writer {name!r} cannot begin ({_described(error)}); correct it, or leave it out of log.writers"
+        ) from error
+    return _checked(name, writer)
+
+
+def _described(error: Exception) -> str:
+    """Returns the kind of an error, its message, and the line that raised it, on one line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f", {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{where}"
 
 
 def check_writers(names: Iterable[str]) -> None:

@@ -60,6 +60,7 @@ class Interrupt:
         self._limit: str | None = None
         self.signal: str | None = None
         self.failure: str | None = None
+        self.remedy = ""
         self.begun = False
         self._several, self._to_jax = False, None
         self._seen_by_main, self._seen_by_thread = _Count(), _Count()
@@ -99,9 +100,11 @@ class Interrupt:
             self.signal = f"run.stop_at={update}"
         return self.signal is not None
 
-    def fail(self, what: str) -> None:
-        """Ends the run after this update, saved; `failure` then describes what went wrong. Asked by any process."""
-        self.failure = what
+    def fail(self, what: str, remedy: str = "") -> None:
+        """Ends the run after this update, saved; `failure` then describes what went wrong, and `remedy`, such as "free
+        some space, then ", what is to be done before it continues. Asked by any process.
+        """
+        self.failure, self.remedy = what, remedy
         if self._several:
             self._announce()
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,14 +15,17 @@ from jaxfb.metrics import Throughput, arrays, make_writers, scalars
 from jaxfb.training.session import PHASES, Run
 from jaxfb.update.train_step import StepMetrics
 
+FULL = {getattr(errno, name) for name in ("ENOSPC", "EDQUOT") if hasattr(errno, name)}
+
 
 class Log(Callback):
     """Shows every step on a live line and writes every `log.every`-th record; used as a context.
 
-    fail: called once, with a sentence, where a record cannot be written; none is tried after that.
+    fail: called once, with a sentence and what to do, where a record cannot be written. Those that metrics.jsonl does
+      not take are `run.unwritten`, which is saved.
     """
 
-    def __init__(self, run: Run, fail: Callable[[str], None]):
+    def __init__(self, run: Run, fail: Callable[[str, str], None]):
         self._fail, self._failed, self._path = fail, False, run.directory.metrics
         self._every, self._total = run.config.log.every, run.total
         self._progress = Progress(run.total, run.done)
@@ -32,6 +36,8 @@ class Log(Callback):
             run.directory.path,
             config_to_dict(run.config),
             resume=run.done if run.resumed else None,
+            unwritten=run.unwritten,
+            say=self._progress.say,
         )
         run.say = self._progress.say
 
@@ -62,9 +68,8 @@ class Log(Callback):
         self._throughput.start(step)
 
     def _write(self, step: int, record: Mapping[str, Any]) -> None:
-        if not self._failed:
-            with self._noticing():
-                self._writer.write(step, record)
+        with self._noticing():
+            self._writer.write(step, record)
 
     @contextmanager
     def _noticing(self) -> Iterator[None]:
@@ -74,7 +79,8 @@ class Log(Callback):
         except OSError as error:
             if not self._failed:
                 self._failed = True
-                self._fail(f"[log] {self._path} cannot be written: {error.strerror or error}")
+                remedy = "free some space, then " if error.errno in FULL else ""
+                self._fail(f"[log] {self._path} cannot be written: {error.strerror or error}", remedy)
 
     def _count(self, step: int, tokens: int) -> None:
         """Counts time from the end of a process's first step, which compiles."""

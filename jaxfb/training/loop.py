@@ -143,7 +143,7 @@ class _Loop:
         if start.resume:
             run_.resume(start.allow_changes)
         hosts.agree("what they resume from", lambda: {"update": run_.done})
-        if run_.finished:
+        if run_.finished and not hosts.first(lambda: bool(run_.unwritten)):
             return _already_finished(hosts, run_.directory, run_.config, run_.done, None)
         _check_stop(run_.config.run.stop_at, run_.done)
         plan, tokenizer = self._work.to_dict(), self._work.tokenizer
@@ -177,7 +177,8 @@ class _Loop:
                 self._evaluate()
                 self._save()
             while not run_.finished and self._interrupt.signal is None and run_.stopped is None:
-                self._one_or_back()
+                self._or_back(self._one)
+            self._or_back(self._save_late)
             if self._guard.failed and run_.finished:
                 failed = self._guard.failed
                 raise NonFiniteAbort(
@@ -199,10 +200,10 @@ class _Loop:
         if lack := self._hosts.first(lambda: lack_of_space(where, needed, keep, run_.say)):
             raise CannotWrite(lack)
 
-    def _one_or_back(self) -> None:
-        """Makes one update, or returns to a checkpoint where the one before turns out to be a spike."""
+    def _or_back(self, go_on: Callable[[], None]) -> None:
+        """Goes on, or returns to a checkpoint where the update before turns out to be a spike."""
         try:
-            self._one()
+            go_on()
         except Spike as spike:
             self._pending = Pending()  # what was computed from the state that is given up
             self._guard.roll_back(spike)
@@ -238,6 +239,13 @@ class _Loop:
             self._saves = False
         elif locally and not self._guard.failed:
             run_.save_locally()
+
+    def _save_late(self) -> None:
+        """Saves what is done where a signal, or a record that cannot be written, came after `_one` asked for one."""
+        if self._run.done:
+            self._arrive()
+            if not self._guard.failed:
+                self._save()
 
     def _update(self, number: int, batch: Any) -> None:
         """Dispatches an update, and takes the numbers of the one before."""
@@ -313,7 +321,8 @@ class _Loop:
     def _end(self) -> Result:
         hosts, run_, path = self._hosts, self._run, self._run.directory.path
         if failure := self._interrupt.failure:
-            raise CannotWrite(f"{failure}; {saved(run_)}; free some space, then continue with: {again(run_)}")
+            remedy = self._interrupt.remedy
+            raise CannotWrite(f"{failure}; {saved(run_)}; {remedy}continue with: {again(run_)}")
         if not run_.finished:
             why = self._interrupt.signal or run_.stopped
             hosts.say(f"{why}: {left(run_)}")

@@ -79,6 +79,7 @@ class Run(AbstractContextManager["Run"]):
     say:       prints a line above the progress.
     phases:    where the time goes.
     kept:      JSON values that the guards save with each checkpoint.
+    unwritten: records that metrics.jsonl did not take; saved with each checkpoint, and written when the run continues.
     goodput:   the share of the time that went into applied updates, and what took the rest.
     """
 
@@ -96,6 +97,7 @@ class Run(AbstractContextManager["Run"]):
         self.phases = Phases()
         self.goodput = Goodput(here.began)
         self.kept: dict[str, Any] = {}
+        self.unwritten: list[dict[str, Any]] = []
         self._local: LocalTier | None = None
         self._saved: int | None = None
         self._noted = False  # in the run directory, that there are checkpoints
@@ -176,6 +178,7 @@ class Run(AbstractContextManager["Run"]):
         if "goodput" in record:
             self.goodput.restore(record["goodput"])
         self.done = self.before = record["update"]
+        self.unwritten = record.get("unwritten", [])
 
     def _resume_saved(self, allow_changes: bool) -> tuple[Any, dict[str, Any]]:
         """Returns state and record of the newest checkpoint in the run directory that can be read."""
@@ -362,6 +365,7 @@ class Run(AbstractContextManager["Run"]):
             "versions": {**package_versions(), "platform": jax.devices()[0].platform},
             "guard": self.kept,
             "goodput": self.goodput.save(),
+            "unwritten": list(self.unwritten),
             **self.work.host(done),
         }
 

@@ -89,6 +89,12 @@ def terminate():
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def test_a_signal_in_an_evaluation_after_which_no_save_is_due_saves(path, monkeypatch, capsys):
+    before(monkeypatch, Run, "evaluate", terminate)
+    assert main(["train", str(path), "checkpoint.every=100"]) == 75
+    assert "SIGTERM: saved after update 4 of 6" in capsys.readouterr().out and steps(path) == [4]
+
+
 @pytest.mark.slow
 def test_a_signal_while_the_first_update_is_compiled_ends_the_run_there(path, monkeypatch, capsys):
     before(monkeypatch, Pretraining, "update", terminate)

@@ -1,0 +1,94 @@
+"""A writer that fails is reported by its name and costs no record: metrics.jsonl has all, of a full disk later."""
+
+import errno
+import os
+import sys
+import types
+
+import pytest
+
+from jaxfb.metrics import JsonlWriter, make_writers, read_jsonl
+
+
+class Fails:
+    """A writer that raises `error` from step 3 on, and `at_the_end` when it is closed."""
+
+    def __init__(self, error=None, at_the_end=None):
+        self.error, self.at_the_end, self.steps, self.closed = error, at_the_end, [], False
+
+    def write(self, step, record):
+        if self.error and step >= 3:
+            raise self.error
+        self.steps.append(step)
+
+    def close(self):
+        self.closed = True
+        if self.at_the_end:
+            raise self.at_the_end
+
+
+def steps(path):
+    return [record["step"] for record in read_jsonl(path / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize("error", [TimeoutError("timed out"), ValueError("bad\nvalue")])
+def test_a_writer_that_fails_is_reported_by_name_and_the_others_go_on(tmp_path, monkeypatch, error):
+    failing, sound, said = Fails(error), Fails(), []
+    monkeypatch.setitem(sys.modules, "failing", types.SimpleNamespace(make=lambda *given: failing))
+    writer = make_writers(["failing:make"], tmp_path, {}, None, [sound], say=said.append)
+    for step in range(1, 6):
+        writer.write(step, {"loss": 1.0})
+    assert steps(tmp_path) == sound.steps == [1, 2, 3, 4, 5] and failing.steps == [1, 2]
+    (sentence,) = said
+    assert sentence.startswith(f"[log] the writer 'failing:make' failed at step 3 ({type(error).__name__}: ")
+    assert "test_failing_writers.py:" in sentence and "\n" not in sentence
+    writer.close()
+    assert failing.closed and sound.closed and said == [sentence, sentence]
+
+
+def test_a_writer_that_fails_at_its_end_leaves_the_others_closed(tmp_path):
+    failing, sound, said = Fails(at_the_end=RuntimeError("flush failed")), Fails(), []
+    writer = make_writers([], tmp_path, {}, None, [failing, sound], say=said.append)
+    writer.write(1, {})
+    writer.close()
+    assert sound.closed and steps(tmp_path) == [1]
+    assert "'Fails' failed when it was closed (RuntimeError: flush failed" in said[0] and len(said) == 1
+
+
+def test_a_writer_that_cannot_begin_is_refused_by_name(tmp_path, monkeypatch):
+    def make(directory, config, resume):
+        raise ConnectionError("no server")
+
+    monkeypatch.setitem(sys.modules, "failing", types.SimpleNamespace(make=make))
+    with pytest.raises(
+        ValueError, match="writer 'failing:make' cannot begin .*no server.* out of log.writers"
+    ):
+        make_writers(["failing:make"], tmp_path, {})
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("taken", [0, 10, -1, None], ids=lambda taken: f"{taken} bytes")
+def test_what_a_full_disk_does_not_take_is_written_when_the_run_continues(tmp_path, monkeypatch, taken):
+    """taken: bytes of the first record that fails which reached the file."""
+    unwritten, beside = [], Fails()
+    writer = make_writers([], tmp_path, {}, None, [beside], unwritten=unwritten)
+    append = JsonlWriter._append
+
+    def full(self, line):
+        append(self, line[:taken])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    writer.write(1, {"loss": 1.0})
+    monkeypatch.setattr(JsonlWriter, "_append", full)
+    with pytest.raises(OSError, match="No space left"):
+        writer.write(2, {"loss": float("nan"), "load": [1, 2]})
+    monkeypatch.undo()
+    writer.write(3, {"loss": 3.0})
+    writer.close()
+    assert [record["step"] for record in unwritten] == [2, 3] and beside.steps == [1, 2, 3]
+
+    again = make_writers([], tmp_path, {}, 3, unwritten=unwritten)
+    again.write(4, {"loss": 4.0})
+    again.close()
+    assert steps(tmp_path) == [1, 2, 3, 4] and unwritten == []
+    assert read_jsonl(tmp_path / "metrics.jsonl")[1] == {"step": 2, "loss": None, "load": [1, 2]}
