@@ -16,6 +16,7 @@ import numpy as np
 from jaxfb.data.cache import digest
 from jaxfb.data.config import DataConfig
 from jaxfb.data.fingerprint import fingerprints
+from jaxfb.data.mapped import mapped_file
 from jaxfb.data.sources import HELD_OUT, TRAIN, SourceFile, find_files
 from jaxfb.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from jaxfb.refusal import Refused
@@ -36,12 +37,13 @@ class TokenStream:
     """Several memory-mapped arrays of token ids, addressed as one.
 
     names: of the arrays, for messages. vocab_size: ids are checked against it whenever they are read, since a mapped
-    file may change at any time; None checks nothing.
+    file may change at any time; None checks nothing. Before they are read, the files themselves are looked at.
     """
 
     def __init__(self, arrays: list[np.ndarray], names: Sequence[str] = (), vocab_size: int | None = None):
         self._arrays, self._names, self._vocab_size = arrays, names, vocab_size
         self._bases = np.cumsum([0] + [len(array) for array in arrays])
+        self._files = [mapped_file(array) for array in arrays]
 
     def __len__(self) -> int:
         return int(self._bases[-1])
@@ -51,16 +53,22 @@ class TokenStream:
 
         Raises:
           OutsideVocabulary: one of them is no id; it names the file and the place in it.
+          ValueError: a file was cut short.
         """
         if len(self._arrays) == 1:
-            return self._checked(self._arrays[0][positions], positions, 0)
+            return self._checked(self._read(0, positions), positions, 0)
         tokens = np.empty(len(positions), np.int32)
         which = np.searchsorted(self._bases, positions, side="right") - 1
         for k in np.unique(which):
             here = np.flatnonzero(which == k)
             local = positions[here] - self._bases[k]
-            tokens[here] = self._checked(self._arrays[k][local], local, int(k), here)
+            tokens[here] = self._checked(self._read(int(k), local), local, int(k), here)
         return tokens
+
+    def _read(self, array: int, positions: np.ndarray) -> np.ndarray:
+        if (file := self._files[array]) is not None:
+            file.check()
+        return self._arrays[array][positions]
 
     def _checked(self, tokens: np.ndarray, positions: np.ndarray, array: int, index=None) -> np.ndarray:
         size = self._vocab_size

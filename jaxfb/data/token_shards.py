@@ -36,7 +36,8 @@ def open_token_shards(config: DataConfig, cache: Path) -> Shards:
     identity = [[file.vocab_size, file.eos_id, file.fingerprint] for file in [*train, *held_out]]
     directory = cache / f"tokens-{shards_key(config, files, held_out_files, identity)}"
     facts = build_once(directory, lambda draft: _write_index(config, train, held_out, draft))
-    streams = {"train": _stream(train), "held_out": _stream(held_out or train)}
+    stream = _stream(train)
+    streams = {"train": stream, "held_out": _stream(held_out) if held_out else stream}
     vocab_size = max(file.vocab_size for file in [*train, *held_out])
     return Shards(
         **{name: open_documents(directory, name, facts[name], streams[name]) for name in streams},

@@ -95,6 +95,38 @@ def test_an_id_that_appears_while_the_run_reads_is_refused_where_it_is_read(conf
         next(loader)
 
 
+@pytest.mark.parametrize("prefetch", [0, 4])
+@pytest.mark.parametrize("files", [1, 2])
+def test_a_file_that_is_cut_while_the_run_reads_is_refused_by_name(config, tokens, prefetch, files):
+    """Without a look at the file the process would end by SIGBUS."""
+    if files == 2:
+        (tokens.parent / "t2.bin").write_bytes(tokens.read_bytes())
+        (tokens.parent / "t2.json").write_text(tokens.with_suffix(".json").read_text())
+    corpus = prepare(config(source="tokens", path=str(tokens.parent / "*.bin")))
+    loader = Loader(corpus.train, 2, seed=None, prefetch=prefetch)
+    next(loader)
+    os.truncate(tokens, 8192)
+    with pytest.raises(ValueError, match=r"t.bin was cut to 8192 bytes while it was read, it had 400000"):
+        for _ in range(100):
+            next(loader)
+
+
+def test_a_file_that_is_written_to_while_the_run_reads_is_reported_once(config, tokens, caplog):
+    corpus = prepare(config(source="tokens", path=str(tokens)))
+    rows = np.arange(8)
+    first = corpus.train.gather(rows)["tokens"]
+    times = tokens.stat()
+    os.utime(tokens, ns=(times.st_atime_ns, times.st_mtime_ns + 1))
+    with caplog.at_level(logging.WARNING, "jaxfb"):
+        corpus.train.gather(rows), corpus.held_out.gather(rows[:1]), corpus.train.gather(rows)
+    assert caplog.text.count("t.bin was written to while it is read") == 1
+    caplog.clear()
+    for change in (lambda: tokens.rename(tokens.with_suffix(".old")), lambda: tokens.write_bytes(b"")):
+        change()  # moved away, then another file in its place: what is mapped stays
+        np.testing.assert_array_equal(corpus.train.gather(rows)["tokens"], first)
+    assert caplog.text == ""
+
+
 def test_a_cache_whose_bytes_changed_is_made_again(config, tmp_path, caplog):
     (tmp_path / "book.txt").write_text(WORDS)
     settings = config(source="text", path=str(tmp_path / "book.txt"), tokenizer="bytes")
