@@ -21,6 +21,7 @@ from pathlib import Path
 
 from jaxfb.cli import checks, layouts, models, training
 from jaxfb.cli.devices import without_devices
+from jaxfb.cli.given import is_of_a_given_path
 from jaxfb.cli.memory import lacks_memory
 from jaxfb.cli.options import POST_TRAINING, parse
 from jaxfb.process.exit_codes import DONE, FAILED, REFUSED, RESUMABLE, UNWRITTEN
@@ -44,6 +45,8 @@ OF_THE_DISK = frozenset(
         "EEXIST",
         "ENOTDIR",
         "EISDIR",
+        "EMFILE",
+        "ENFILE",
     )
     if hasattr(errno, name)
 )
@@ -87,17 +90,26 @@ def _run(options: argparse.Namespace) -> int:
             raise
         where = f": {error.filename}" if error.filename else ""
         sentence = f"{error.strerror}{where}{_place_of(error)}" if error.errno else str(error)
-        print(f"jaxfb: {sentence}", file=sys.stderr)
-        return UNWRITTEN
-    except KeyboardInterrupt:
+        print(f"jaxfb: {sentence}{_more_files(error)}", file=sys.stderr)
+        return REFUSED if is_of_a_given_path(error, options) else UNWRITTEN
+    except KeyboardInterrupt as error:
         print("jaxfb: stopped", file=sys.stderr)
-        return 130
+        return 128 + getattr(error, "number", signal.SIGINT)
     except Exception as error:
         if (code := without_devices(error)) is not None:
             return code
         if not lacks_memory(error, None):
             raise
         return REFUSED
+
+
+def _more_files(error: BaseException | None) -> str:
+    """Returns what to do where an error, or one that it follows from, is that too many files are open."""
+    while error is not None:
+        if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
+            return "; allow more open files: ulimit -n 4096"
+        error = error.__cause__ or error.__context__
+    return ""
 
 
 def _place_of(error: Exception) -> str:

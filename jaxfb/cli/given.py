@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxfb.cli.options import HOSTS
+from jaxfb.cli.options import HOSTS, POST_TRAINING
+
+_WRONG_PATH = (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR)
 
 
 def run_dir_of(path: str, overrides: Sequence[str] = (), command: str | None = None) -> Path:
@@ -30,3 +34,17 @@ def hosts_given(options) -> list[str]:
     """Returns the flags that place this process in its job, as overrides."""
     given = {name: getattr(options, name) for name in HOSTS}
     return [f"hosts.{name}={value}" for name, value in given.items() if value is not None]
+
+
+def is_of_a_given_path(error: OSError, options) -> bool:
+    """Returns whether a path among the options, or one in it, is not there or may not be read or written.
+
+    Of a command that trains only its config counts: a run that cannot write later has not been called wrongly.
+    """
+    if error.errno not in _WRONG_PATH or not isinstance(error.filename, str | os.PathLike):
+        return False
+    path = Path(os.path.abspath(error.filename))
+    given = [Path(os.path.abspath(value)) for value in vars(options).values() if isinstance(value, str)]
+    if options.verb in ("train", *POST_TRAINING):
+        return any(path in (one, one / "config.yaml") for one in given)
+    return any(path.is_relative_to(one) for one in given)

@@ -19,12 +19,15 @@ from jaxfb.process.exit_codes import DONE, LOST, REFUSED, RESUMABLE
 from jaxfb.process.signals import caught_here
 from jaxfb.refusal import Refused
 
+LEAST_OPEN_FILES = 64
+
 
 def train(options) -> int:
     """Trains by a config, of pre-training or post-training; returns the exit code.
 
     With --smoke it prints first whether the run worked.
     """
+    _check_open_files()
     with redirect_stdout(_WhileRead(sys.stdout)), _starting(), _configured(options) as config:
         code = _ended(config, options)
         if options.smoke:
@@ -49,6 +52,20 @@ def launch(options) -> int:
             f"[launch] runs one of {', '.join(LAUNCHED)}, got {given}; use: jaxfb launch train CONFIG"
         )
     return Supervisor(job_command(command), options.processes, options.restarts).run()
+
+
+def _check_open_files() -> None:
+    """Refuses a limit of open files that would end the run at its first checkpoint."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= limit < LEAST_OPEN_FILES:
+        raise Refused(
+            f"[train] this process may open {limit} files, a run opens up to {LEAST_OPEN_FILES} and one for each token "
+            "file; allow more: ulimit -n 4096"
+        )
 
 
 class _WhileRead:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import shlex
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from tiny import write_tiny
 
 import jaxfb
+from jaxfb.cli import commands
 from jaxfb.cli.commands import main
 from jaxfb.cli.options import EXAMPLES, parse
 from jaxfb.refusal import Missing, Refused, StorageError
@@ -206,6 +208,41 @@ def test_what_a_disk_refuses_is_a_sentence_and_code_74(calls, capsys, number):
     calls.error = OSError(errno.EBADF, "a bug")
     with pytest.raises(OSError, match="a bug"):
         main(["train", QUICKSTART])
+
+
+@pytest.mark.parametrize(
+    "command, code",
+    [
+        ("eval runs/x", 2),
+        ("generate runs/x --prompt a", 2),
+        ("replay runs/x", 2),
+        ("export-hf runs/y runs/x", 2),
+        ("init quickstart --out runs/x", 2),
+        ("train runs/x", 2),
+        ("eval runs/y", 74),
+        (f"train {QUICKSTART}", 74),
+    ],
+)
+def test_a_path_of_the_command_that_may_not_be_read_or_written_is_refused(monkeypatch, capsys, command, code):
+    def denied(options):
+        raise PermissionError(
+            errno.EACCES, os.strerror(errno.EACCES), str(Path("runs/x/config.yaml").absolute())
+        )
+
+    verb, *arguments = command.split()
+    monkeypatch.setitem(commands.HANDLERS, verb, denied)
+    assert main([verb, *arguments]) == code
+    assert "runs/x/config.yaml" in capsys.readouterr().err
+
+
+def test_too_many_open_files_are_one_sentence_that_names_the_limit(calls, capsys, monkeypatch):
+    calls.error = StorageError("[checkpoint] step 3 could not be written")
+    calls.error.__cause__ = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    assert main(["train", QUICKSTART]) == 74
+    assert capsys.readouterr().err == f"jaxfb: {calls.error}; allow more open files: ulimit -n 4096\n"
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (24, 24))
+    assert main(["train", QUICKSTART]) == 2
+    assert "this process may open 24 files" in capsys.readouterr().err and len(calls.made) == 1
 
 
 def test_output_that_nobody_reads_to_its_end_is_no_error():
