@@ -15,6 +15,7 @@ from jaxfb.planner.post_training import check_searchable
 from jaxfb.planner.text import page
 from jaxfb.planner.topology import Topology
 from jaxfb.planner.verdict import plan as plan_of
+from jaxfb.process.signals import terminated_like_ctrl_c
 
 
 def plan(
@@ -46,7 +47,10 @@ def search(name: str, config: Config, topology: Topology, compiles: bool, layout
     known = Known(directory / "known.jsonl")
     try:
         count = 3 if compiles else 0
-        found = search_for(config, topology, layouts=layouts, compiled=count, say=say, keep=keep, known=known)
+        with terminated_like_ctrl_c():
+            found = search_for(
+                config, topology, layouts=layouts, compiled=count, say=say, keep=keep, known=known
+            )
     except KeyboardInterrupt:
         if latest:
             print("\n".join(filter(None, (table(latest), compared(latest)))))

@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from itertools import pairwise
 
@@ -39,6 +41,9 @@ def compiler(monkeypatch):
             result = self.answers.pop(0) if self.answers else ANSWER
             if isinstance(result, BaseException):
                 raise result
+            if isinstance(result, signal.Signals):
+                os.kill(os.getpid(), result)
+                time.sleep(PATIENCE)
             return result
 
     stand_in = Compiler()
@@ -56,9 +61,11 @@ def answered(directory):
     return [row["layout"] for row in rows if row["compiled"] or row["refused"]]
 
 
-def test_a_stopped_search_keeps_what_it_found_and_goes_on_from_there(compiler, tmp_path, capsys):
-    compiler.answers[:] = [ANSWER, KeyboardInterrupt()]
-    assert run(tmp_path) == 130
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_search_keeps_what_it_found_and_goes_on_from_there(compiler, tmp_path, capsys, number):
+    compiler.answers[:] = [ANSWER, number]
+    before = signal.getsignal(signal.SIGTERM)
+    assert run(tmp_path) == 128 + number and signal.getsignal(signal.SIGTERM) == before
     printed = capsys.readouterr()
     assert "the same command continues from them" in printed.err
     # one layout is compiled, so both are compared by formula
