@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxfb.guard.devices import differing_replicas
+from jaxfb.refusal import Refused
 from jaxfb.training.dump import write_dump
 from jaxfb.training.guard import DeviceFault, GuardAbort, SkipGuard, SpikeAbort, by_path, listed
 from jaxfb.training.rerun import update_twice
@@ -70,6 +71,32 @@ class Guards:
             self._latest = (number + 1, jax.device_get(answer[0]))  # a dump of this update has its numbers
             self._compare(number + 1)
         return answer
+
+    def check_start(self) -> None:
+        """Refuses a state to begin with whose copies are not the same on every process; all of them must call it.
+
+        Raises:
+          ValueError: names the arrays and the devices.
+        """
+        if where := self._differing(self._run.work.state()):
+            raise Refused(
+                f"[hosts] the processes do not begin with the same state: copies differ in {where}; give all the same "
+                "weights, by model.from, start.run, lora.adapter or the params of jaxfb.Trainer"
+            )
+
+    def check_copies(self) -> None:
+        """Compares the copies of what is about to be saved, in a job of several processes; all of them must call it.
+
+        Raises:
+          DeviceFault: they differ, so that the parts which the processes write would be of no one state.
+        """
+        update = self._run.done
+        if where := self._differing(self._run.work.state()):
+            raise DeviceFault(
+                f"[guard] update {update} is not saved: copies that must be equal differ in {where}; replace the "
+                "device and continue from a checkpoint before that"
+            )
+        self._compared = update
 
     def check(self, update: int, metrics: StepMetrics) -> dict[str, float]:
         """Judges the numbers of an update, on the host; returns what its record adds.
@@ -141,18 +168,27 @@ class Guards:
         return metrics, {**more, "guard/repeated": 1, "guard/differed": int(bool(verdict.leaves))}
 
     def _compare(self, update: int) -> None:
-        leaves = by_path(self._run.state)
-        cut = {name: leaf for name, leaf in leaves.items() if isinstance(leaf.sharding, NamedSharding)}
-        bad = differing_replicas(cut)
-        if not bad:
+        if not (where := self._differing(self._run.state)):
             self._compared = update
             return
-        devices = sorted({device for ids in bad.values() for device in ids})
         before = f"since update {self._compared}" if self._compared else "since the start of this process"
         raise DeviceFault(
-            f"[guard] update {update}: copies that must be equal differ {before}, in {listed(list(bad))}, on "
-            f"{_places(self._run.mesh, devices)}; replace the device and continue from a checkpoint before that"
+            f"[guard] update {update}: copies that must be equal differ {before}, in {where}; replace the device and "
+            "continue from a checkpoint before that"
         )
+
+    def _differing(self, state: Any) -> str:
+        """Returns which arrays have copies that are not the same bits, and on which devices; empty if none have."""
+        leaves = by_path(state)
+        cut = {name: leaf for name, leaf in leaves.items() if _is_cut(leaf)}
+        bad = differing_replicas(cut)
+        devices = sorted({device for ids in bad.values() for device in ids})
+        return f"{listed(list(bad))}, on {_places(self._run.mesh, devices)}" if bad else ""
+
+
+def _is_cut(leaf: Any) -> bool:
+    """Returns whether it is an array on a mesh, of which devices keep parts or copies."""
+    return isinstance(getattr(leaf, "sharding", None), NamedSharding)
 
 
 def _failed(metrics: StepMetrics) -> bool:

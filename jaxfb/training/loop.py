@@ -33,6 +33,7 @@ from jaxfb.training.hosts import Hosts
 from jaxfb.training.interrupt import Interrupt, Stopped, stopped_early
 from jaxfb.training.log import Log
 from jaxfb.training.open_mesh import with_mesh
+from jaxfb.training.origins import origins
 from jaxfb.training.run_dir import RunDirectory, write_json
 from jaxfb.training.run_lock import RunLock, claim
 from jaxfb.training.session import Result, Run
@@ -165,7 +166,10 @@ class _Loop:
         run_ = self._run
         here.enter("initialization")
         if not run_.resumed:
+            self._hosts.agree("what the run begins with", lambda: origins(run_.config))
             self._work.start(run_.say)
+            if self._hosts.count > 1:
+                self._guard.check_start()
         self._check_space()
         here.enter("callbacks")
         self._hooks.on_train_start(run_)
@@ -315,6 +319,10 @@ class _Loop:
         self._hooks.on_eval(self._run.done, self._or_save_first(self._run.evaluate))
 
     def _save(self) -> None:
+        if (
+            self._hosts.count > 1
+        ):  # each writes a part of the arrays, so a checkpoint of different ones is of no state
+            self._guard.check_copies()
         if self._run.save():
             self._hooks.on_save(self._run.done, self._run.directory.checkpoints / str(self._run.done))
 
