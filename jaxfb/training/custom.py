@@ -76,7 +76,8 @@ class Custom(WindowedWork):
         return jax.eval_shape(self._init, jax.random.key(0))
 
     def facts(self) -> Mapping[str, Any]:
-        return {"plan": self.run_plan.to_dict(), "rows": self.rows.num_rows, **devices_and_mesh(self.mesh)}
+        rows = {"rows": self.rows.num_rows, "values of the rows": self.rows.fingerprint()}
+        return {"plan": self.run_plan.to_dict(), **rows, **devices_and_mesh(self.mesh)}
 
     def tables(self) -> Iterable[Table]:
         sizes = [leaf.size for leaf in jax.tree.leaves(self.abstract_params)]

@@ -17,6 +17,7 @@ from jaxfb.batch_plan import Window
 from jaxfb.data.mixture import MixedOrder, MixedSources, Mixture
 from jaxfb.data.order import row_order
 from jaxfb.refusal import Refused
+from jaxfb.training.row_digits import fingerprint
 
 PyTree = Any
 
@@ -32,6 +33,10 @@ class OwnRows(Protocol):
 
     def read(self, window: Window, here: np.ndarray) -> PyTree:
         """Returns the rows `here` (indices into the window's padded rows) as a batch; padding rows are zeros."""
+        ...
+
+    def fingerprint(self) -> str | None:
+        """Returns 16 hexadecimal digits of the rows; None where reading them twice may give other ones."""
         ...
 
     def position(self) -> dict[str, Any]:
@@ -54,14 +59,16 @@ def own_rows(data: Any, seed: int) -> OwnRows:
     if isinstance(data, Mixture):
         return _Mixed(data, seed)
     if _is_sequence(data):
-        return _Indexed(lambda index: data[index], len(data), seed)
+        return _Indexed(
+            lambda index: data[index], len(data), seed, data if isinstance(data, list | tuple) else None
+        )
     if _is_stream(data):
         return _Streamed(data)
     if leaves := _arrays(data):
         counts = sorted({len(leaf) for leaf in leaves})
         if len(counts) != 1:
             raise Refused(f"[data] every array must have one number of rows, got {counts}")
-        return _Indexed(lambda index: jax.tree.map(lambda leaf: leaf[index], data), counts[0], seed)
+        return _Indexed(lambda index: jax.tree.map(lambda leaf: leaf[index], data), counts[0], seed, data)
     raise Refused(
         "[data] must be arrays [rows, ...] in a tree, a sequence of rows or an iterable of rows, got "
         f"{type(data).__name__}"
@@ -69,15 +76,22 @@ def own_rows(data: Any, seed: int) -> OwnRows:
 
 
 class _Indexed:
-    """Rows that can be asked for by number."""
+    """Rows that can be asked for by number.
 
-    def __init__(self, row: Any, num_rows: int, seed: int):
+    known: the rows, where they are arrays or lists; a sequence of another class may compute each anew.
+    """
+
+    def __init__(self, row: Any, num_rows: int, seed: int, known: PyTree = None):
         if not num_rows:
             raise Refused("[data] there is no row to train on; give more")
         self.row, self.num_rows, self._order = row, num_rows, row_order(num_rows, seed)
+        self._known = known
 
     def read(self, window: Window, here: np.ndarray) -> PyTree:
         return _batch(lambda place: self.row(self._order(window.start + place)), window, here)
+
+    def fingerprint(self) -> str | None:
+        return None if self._known is None else fingerprint(self._known, self.num_rows)
 
     def position(self) -> dict[str, Any]:
         return {"num_rows": self.num_rows}  # the place among them follows from the number of updates
@@ -119,6 +133,9 @@ class _Mixed:
     def read(self, window: Window, here: np.ndarray) -> PyTree:
         return _batch(lambda place: self._row(window.start + place), window, here)
 
+    def fingerprint(self) -> str | None:
+        return str({name: source.fingerprint() for name, source in self._sources.items()})
+
     def position(self) -> dict[str, Any]:
         return {"mixture": self._order.to_dict()}
 
@@ -151,6 +168,9 @@ class _Streamed:
             self._next()
         rows = [self._next() for _ in range(window.rows)]
         return _batch(rows.__getitem__, window, here)
+
+    def fingerprint(self) -> str | None:
+        return None
 
     def position(self) -> dict[str, Any]:
         state = self._rows.get_state() if hasattr(self._rows, "get_state") else None
