@@ -38,7 +38,7 @@ from jaxfb.rl.rows import Rows, cut
 from jaxfb.rl.sampler import Sampler, to_devices
 from jaxfb.rl.start import Base, make_base, row_multiple
 from jaxfb.rl.supervised import fine_tuned
-from jaxfb.rl.tasks import Arithmetic, Task, check_task, messages_of
+from jaxfb.rl.tasks import Arithmetic, Task, check_task, fingerprint, messages_of
 from jaxfb.rl.work import PostTraining, flat
 from jaxfb.trainable import joined
 from jaxfb.training.changes import changes_between
@@ -54,14 +54,19 @@ WITHOUT_SIGNAL = "rollouts_without_signal"
 
 @dataclass
 class PolicyWork(PostTraining):
-    """A run of rollouts and updates. Made by `make_policy_work`."""
+    """A run of rollouts and updates. Made by `make_policy_work`.
 
+    text: the fingerprint of the task's problems.
+    """
+
+    learns_from = ("problems", "task, template and tokenizer")
     base: Base[RLConfig]
     task: Task
     plan: RolloutPlan
     experience: Experience
     step: TrainStep
     critic: Critic | None
+    text: str
 
     def __post_init__(self):
         super().__init__()
@@ -75,6 +80,9 @@ class PolicyWork(PostTraining):
     def tables(self) -> Iterable[tuple[str, Iterable[tuple[str, Any]]]]:
         yield "chat", self.base.chat.table()
         yield "rollout plan (what it is, what it counts, what verl calls it)", self.plan.table()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**super().to_dict(), "text": self.text}
 
     def start(self, say: Callable[[str], None]) -> None:
         if self._config.warm_start.updates:
@@ -138,7 +146,9 @@ class PolicyWork(PostTraining):
         return arrays
 
     def check_resume(self, record: Mapping[str, Any], allow_changes: bool) -> None:
-        saved, free = record["plan"], ("plans", "rollouts")
+        saved, free = record["plan"], ("plans", "rollouts", "text")
+        if not allow_changes:
+            self.check_same_text(saved)
         sizes = {name: value for name, value in self.to_dict().items() if name not in free}
         before = {**saved["plans"]["train"], **{name: saved[name] for name in sizes}}
         if difference := explain_difference(before, self.plan.train, **sizes):
@@ -230,7 +240,8 @@ def make_policy_work(
     """
     base = make_base(config)
     task = make_task(config) if task is None else task
-    sampler = _sampler(config, base, check_task(task, base.chat))
+    prompts = check_task(task, base.chat)
+    sampler = _sampler(config, base, max(map(len, prompts)))
     length = row_slots(sampler.prompt_width, sampler.max_new_tokens, base.mesh)
     if config.warm_start.updates:
         check_table("warm_start", config.warm_start.rows, length)
@@ -256,7 +267,7 @@ def make_policy_work(
     critic = Critic(base, plan.plan("critic")) if config.critic else None
     shared = {} if once is None else {"once": once}
     experience = Experience(base, task, plan, sampler, length, critic and critic.forward_model, **shared)
-    return PolicyWork(base, task, plan, experience, step, critic)
+    return PolicyWork(base, task, plan, experience, step, critic, fingerprint(task, prompts))
 
 
 def make_task(config: RLConfig) -> Task:

@@ -67,6 +67,9 @@ class SupervisedWork(PostTraining):
     def to_dict(self) -> dict[str, Any]:
         return {**super().to_dict(), "seed": self.base.config.run.seed, "text": self._text}
 
+    def facts(self) -> Mapping[str, Any]:
+        return {**super().facts(), "text: held out": digest(self.held_out)}
+
     def start(self, say: Callable[[str], None]) -> None:
         self.train_state = self.base.begin(self.step)
 

@@ -5,6 +5,7 @@ Any object with the members of `Task` is a task.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +19,8 @@ from jaxfb.data.conversations import ROLES
 from jaxfb.refusal import Refused, choice, function, refuse, text
 
 LISTED = 200_000
+LARGEST_REWARD = 1e18
+"""In size; squares of what advantages are made of are then below the largest float32, 3.4e38."""
 
 
 class Problem(NamedTuple):
@@ -81,12 +84,16 @@ def checked_reward(task: Task, problem: Problem, response: Response) -> float:
     """Returns the task's reward of a response.
 
     Raises:
-      BadJudgement: it is not a finite number; the message has the prompt and the response.
+      BadJudgement: it is not a finite number, or one whose square overflows; the message has the prompt and the
+        response.
     """
     reward = task.reward(problem, response)
     number = np.asarray(reward)
     if number.shape != () or number.dtype.kind not in "biuf" or not np.isfinite(number):
         rule = "a finite number; return 0.0 for a response that cannot be judged"
+        raise BadJudgement(_refusal("reward", reward, rule, problem, response))
+    if abs(float(number)) > LARGEST_REWARD:
+        rule = f"a number between {-LARGEST_REWARD:g} and {LARGEST_REWARD:g}, so that its square is finite; divide it"
         raise BadJudgement(_refusal("reward", reward, rule, problem, response))
     return float(number)
 
@@ -110,20 +117,21 @@ def _refusal(name: str, value: Any, rule: str, problem: Problem, response: Respo
     return f"[task] {name}={value!r} must be {rule}, {where}{'; ' * bool(use)}{use}"
 
 
-def check_task(task: Any, chat: Chat) -> int:
-    """Checks a task before a run, so that it cannot fail in the middle; returns the tokens of its longest prompt.
+def check_task(task: Any, chat: Chat) -> list[np.ndarray]:
+    """Checks a task before a run, so that it cannot fail in the middle; returns its prompts as token ids, those of
+    `train` first.
 
     Raises:
       ValueError: a member is missing or of another kind, there is nothing to train on or to measure on, a problem is
-        none, a prompt is empty, or the reward of a problem's own answer is no finite number.
+        none, a prompt is empty, or the reward of a problem's own answer is no finite number or too large a one.
     """
     _check_members(task)
     _check_problems("train", task.train, "rollouts draw their prompts from it")
     _check_problems("held_out", task.held_out, "accuracy is measured on it")
     problems = [*task.train, *task.held_out]
-    lengths = [len(ids) for ids in chat.prompts([messages_of(problem) for problem in problems])]
-    if min(lengths) == 0:
-        empty = problems[lengths.index(0)]
+    prompts = chat.prompts([messages_of(problem) for problem in problems])
+    if empties := [problem for problem, ids in zip(problems, prompts, strict=True) if not len(ids)]:
+        empty = empties[0]
         raise Refused(
             f"[task] the prompt of {empty!r} is empty, and sampling starts from a prompt; give it a text"
         )
@@ -132,7 +140,19 @@ def check_task(task: Any, chat: Chat) -> int:
     response = Response.of(str(first.answer), np.append(ids, chat.stop_tokens[0]), True)
     checked_reward(task, first, response)
     checked_correct(task, first, response)
-    return max(lengths)
+    return prompts
+
+
+def fingerprint(task: Task, prompts: Sequence[np.ndarray]) -> str:
+    """Returns 16 hexadecimal digits of the problems of a task, in their order; how it judges has no part in them.
+
+    prompts: as `check_task` returns them.
+    """
+    state = hashlib.blake2b(f"{len(task.train)}".encode(), digest_size=8)
+    for problem, ids in zip([*task.train, *task.held_out], prompts, strict=True):
+        answer = str(problem.answer).encode()
+        state.update(f"{len(ids)} {len(answer)} ".encode() + np.asarray(ids, np.int32).tobytes() + answer)
+    return state.hexdigest()
 
 
 def _check_members(task: Any) -> None:

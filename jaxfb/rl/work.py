@@ -27,6 +27,7 @@ class PostTraining(Work):
     base: what it is made of. plan: of its updates. train_state: of the model that is trained.
     """
 
+    learns_from = ("rows", "file and tokenizer")  # in words, and what they follow from
     starts_with_evaluation = True
     base: Base
     plan: RunPlan | RolloutPlan
@@ -69,7 +70,10 @@ class PostTraining(Work):
         return self.plan.to_dict()
 
     def facts(self) -> Mapping[str, Any]:
-        return {"plans and rows": self.to_dict(), **devices_and_mesh(self.mesh)}
+        made = self.to_dict()
+        text = {"text: train": made.pop("text"), "tokenizer": self.tokenizer.fingerprint}
+        chat = {"stop tokens": list(self.base.chat.stop_tokens)}
+        return {**text, **chat, "plans": made, **devices_and_mesh(self.mesh)}
 
     def write_start(self, directory: RunDirectory) -> None:
         self.base.chat.save(directory.path)
@@ -79,12 +83,12 @@ class PostTraining(Work):
         return flat(super().state())
 
     def check_same_text(self, saved: Mapping[str, Any]) -> None:
-        """Refuses to continue with other rows than the saved run was trained on."""
-        mine = self.to_dict().get("text")
-        if "text" in saved and saved["text"] != mine:
+        """Refuses to continue with other rows than the saved run was trained on; older runs have no fingerprint."""
+        mine, (what, source) = self.to_dict()["text"], self.learns_from
+        if saved.get("text", mine) != mine:
             raise Refused(
-                f"[data] the saved run was trained on other rows (fingerprint {saved['text']}, these have {mine}); use "
-                "its file and tokenizer, another run.dir, or --allow-changes to continue anyway"
+                f"[data] the saved run was trained on other {what} (fingerprint {saved['text']}, these have {mine}); "
+                f"use its {source}, another run.dir, or --allow-changes to continue anyway"
             )
 
 

@@ -157,6 +157,11 @@ class Own:
         (Own(None), r"reward=None must be a finite number, for prompt '1\+1=' and response '2'"),
         (Own(float("nan")), "reward=nan must be a finite number, for prompt"),
         (Own(float("inf")), "reward=inf must be a finite number"),
+        (
+            Own(1e300),
+            r"reward=1e\+300 must be a number between -1e\+18 and 1e\+18, so that its square is finite",
+        ),
+        (Own(-1e19), r"reward=-1e\+19 must be a number between"),
         (Own("1.0"), "reward='1.0' must be a finite number"),
         (Own([1.0]), r"reward=\[1.0\] must be a finite number"),
         (Own(correct=None), r"is_correct=None must be True or False, for prompt '1\+1='"),
@@ -184,7 +189,7 @@ def test_a_task_that_cannot_work_is_refused_before_anything_is_computed(task, me
 
 def test_rewards_may_be_of_any_kind_of_number():
     response = Response.of("2", np.array([50, 256]), True)
-    for reward in (True, 1, 0.5, np.float32(0.5), np.array(1)):
+    for reward in (True, 1, 0.5, np.float32(0.5), np.array(1), -1e18):
         assert checked_reward(Own(reward), Problem("1+1=", "2"), response) == float(reward)
     assert response == "2" and response.ended and response.ids.tolist() == [50, 256]
 

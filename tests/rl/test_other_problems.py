@@ -1,0 +1,71 @@
+"""The problems of a policy have a fingerprint: processes with others stop, and a run is not resumed with others."""
+
+import pytest
+
+from jaxfb.config import config_to_dict
+from jaxfb.rl.policy import make_policy_work
+from jaxfb.rl.tasks import Problem
+from jaxfb.training.agreement import check_agreement
+from tests.rl.test_checks import with_
+
+WORDS = ("alpha", "beta", "gamma")
+
+
+class Words:
+    """Words that are to be answered with their first letter."""
+
+    def __init__(self, words=WORDS, answers=None, held_out=("mu",)):
+        self.train = [Problem(word, letter) for word, letter in zip(words, answers or "abg", strict=True)]
+        self.held_out = [Problem(word, word[0]) for word in held_out]
+
+    def reward(self, problem, response):
+        return float(response == problem.answer)
+
+    def is_correct(self, problem, response):
+        return response == problem.answer
+
+
+def work(task=None, *changes):
+    return make_policy_work(with_(*changes), task or Words())
+
+
+OTHERS = {
+    "order": Words(("beta", "alpha", "gamma"), "bag"),
+    "prompts": Words(("alpha", "beta", "delta")),
+    "answers": Words(answers="abc"),
+    "held out": Words(held_out=("nu",)),
+}
+
+
+@pytest.mark.parametrize("task", OTHERS.values(), ids=OTHERS)
+def test_processes_with_other_problems_stop(task):
+    assert work().facts() == work().facts()
+    with pytest.raises(
+        ValueError, match=r"differ in .*: text: train is \w{16} on process 0 \(a\) but \w{16}"
+    ):
+        check_agreement("text, plan or devices", [work().facts(), work(task).facts()], ["a", "b"])
+
+
+def test_processes_with_another_template_stop():
+    facts = [work().facts(), work(None, {"task": {"template": "plain"}}).facts()]
+    with pytest.raises(ValueError, match="text: train is"):
+        check_agreement("text, plan or devices", facts, ["a", "b"])
+
+
+@pytest.mark.parametrize("task", OTHERS.values(), ids=OTHERS)
+def test_a_run_is_resumed_with_other_problems_only_if_that_is_allowed(task):
+    saved = work()
+    record = {"plan": saved.to_dict(), "config": config_to_dict(with_()), "update": 4}
+    work().check_resume(record, False)
+    with pytest.raises(
+        ValueError, match="trained on other problems .* or --allow-changes to continue anyway"
+    ):
+        work(task).check_resume(record, False)
+    work(task).check_resume(record, True)
+
+
+def test_a_run_of_before_there_was_a_fingerprint_is_resumed():
+    plan = {name: value for name, value in work().to_dict().items() if name != "text"}
+    work(OTHERS["answers"]).check_resume(
+        {"plan": plan, "config": config_to_dict(with_()), "update": 4}, False
+    )
