@@ -37,6 +37,7 @@ from jaxfb.training.evaluate import HeldOut
 from jaxfb.training.guard import DeviceFault, GuardAbort, NonFiniteAbort, SpikeAbort
 from jaxfb.training.hosts import Hosts, LostProcess
 from jaxfb.training.open_mesh import with_mesh
+from jaxfb.training.origins import of_model
 from jaxfb.training.parameters import newest_params
 from jaxfb.training.pretraining import Pretraining
 from jaxfb.training.replay import Replay, replay
@@ -245,6 +246,7 @@ def evaluate(
         hosts.agree("text, plan or devices", lambda: what_is_made(setup))
         held_out = HeldOut(setup)
         _check_tokenizer(setup, RunDirectory(Path(run_dir)))
+        hosts.agree(f"the model {run_dir}", lambda: of_model(Path(run_dir), config))
         params, update = _saved_params(
             setup, RunDirectory(Path(run_dir)), partial(hosts.say, file=sys.stderr)
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jaxfb.cli.given import hosts_given, model_of, run_dir_of
 from jaxfb.cli.options import FILTERS
@@ -17,8 +17,7 @@ def evaluate(options) -> int:
     if options.text is not None or options.task:
         from jaxfb.inference import command
 
-        command.evaluate(options)
-        return DONE
+        return _unless_lost(lambda: command.evaluate(options))
     if options.length is not None:
         raise Refused("--length is the context of --text and --task; give one of them, or leave --length out")
     overrides = [*options.overrides, *hosts_given(options)]
@@ -26,12 +25,19 @@ def evaluate(options) -> int:
     run_dir = run_dir_of(options.run_dir, overrides, "train")
     from jaxfb import trainer
 
+    return _unless_lost(lambda: trainer.evaluate(run_dir, overrides, as_json=options.json))
+
+
+def _unless_lost(run: Callable[[], object]) -> int:
+    """Returns the exit code of a command that several processes may run together."""
+    from jaxfb.training.hosts import LostProcess
+
     try:
-        trainer.evaluate(run_dir, overrides, as_json=options.json)
-    except trainer.LostProcess as error:
+        run()
+    except LostProcess as error:
         print(f"jaxfb: {error}", file=sys.stderr)
         return LOST
-    return 0
+    return DONE
 
 
 def _check_pretrained(path: str, overrides: Sequence[str]) -> None:
@@ -47,14 +53,13 @@ def _check_pretrained(path: str, overrides: Sequence[str]) -> None:
         )
 
 
-def generate(options) -> None:
+def generate(options) -> int:
     """Continues a prompt, or every prompt of a file."""
     is_one = options.samples == 1 and options.out is None and not hosts_given(options)
     if options.prompt is None or not is_one or options.overrides or options.dtype is not None:
         from jaxfb.inference import command
 
-        command.generate(options)
-        return
+        return _unless_lost(lambda: command.generate(options))
     integer("batch", options.batch, who="[generate]")
     path = model_of(options.run_dir)
     given = {name: getattr(options, name) for name in ("tokens", "temperature", *FILTERS, "seed")}
@@ -62,6 +67,7 @@ def generate(options) -> None:
     from jaxfb import trainer
 
     print(trainer.generate(path, options.prompt, **given, raw=options.raw))
+    return DONE
 
 
 def chat(options) -> None:

@@ -13,7 +13,7 @@ from jaxfb.inference import complete, tasks
 from jaxfb.inference import prompts as files
 from jaxfb.inference.chat import chat as converse
 from jaxfb.inference.chat import with_line_editing
-from jaxfb.inference.model import open_model
+from jaxfb.inference.model import files_of, open_model
 from jaxfb.inference.scores import Scorer, perplexity
 from jaxfb.training.compile_cache import use_compile_cache
 from jaxfb.training.hosts import Hosts
@@ -31,10 +31,13 @@ def _hosts(options: Namespace) -> Hosts:
 
 
 def _agree(hosts: Hosts, options: Namespace, texts: Any) -> None:
-    """Refuses processes with other options or texts than the others, for they would wait for each other."""
+    """Refuses processes with other options, texts or models than the others: they would wait for each other, or print
+    numbers of a model that nobody has.
+    """
     given = {name: value for name, value in vars(options).items() if name != "process_id"}
     read = hashlib.sha256(repr(texts).encode()).hexdigest()
     hosts.agree("options or texts", lambda: {**given, "texts": read})
+    hosts.agree(f"the model {options.run_dir}", lambda: files_of(options.run_dir, options.overrides))
 
 
 def generate(options: Namespace) -> None:

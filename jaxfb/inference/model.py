@@ -28,6 +28,7 @@ from jaxfb.pretrained.repository import holds_weights
 from jaxfb.refusal import Refused, choice
 from jaxfb.training.changes import check_model
 from jaxfb.training.open_mesh import with_layout
+from jaxfb.training.origins import MISSING, of_model
 from jaxfb.training.parameters import newest_params
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.setup import (
@@ -120,6 +121,17 @@ def open_model(
         check_model(record["config"], config)
     chat = saved_chat(directory, tokenizer)
     return Model(str(path), config, sizes, params, tokenizer, chat, record["update"], mesh)
+
+
+def files_of(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, str]:
+    """Returns what `open_model` would read, in digits, for processes that must all read the same.
+
+    What it would refuse is a text in their place, so that a process that finds no model differs from the others.
+    """
+    try:
+        return of_model(*_run_of(Path(path), overrides))
+    except (ValueError, OSError) as error:
+        return {"weights": str(error).partition(";")[0], "tokenizer and chat": MISSING}
 
 
 def sampling_mesh(settings: MeshConfig, asked: bool = True) -> Mesh | None:

@@ -1,0 +1,22 @@
+"""A process that another one leaves alone ends with a sentence and the exit code of a lost process."""
+
+import pytest
+
+from jaxfb.cli.commands import main
+from jaxfb.inference import command
+from jaxfb.training.watch import LostProcess
+
+COMMANDS = {
+    "eval": (["eval", "hf", "--text", "a.txt"], "evaluate"),
+    "generate": (["generate", "hf", "--prompt", "a", "--samples", "2"], "generate"),
+}
+
+
+@pytest.mark.parametrize("arguments, name", COMMANDS.values(), ids=COMMANDS)
+def test_a_lost_process_is_a_sentence_and_76(arguments, name, monkeypatch, capsys):
+    def lost(options):
+        raise LostProcess("[hosts] process 1 of 2 (b) has failed; start again")
+
+    monkeypatch.setattr(command, name, lost)
+    assert main(arguments) == 76
+    assert capsys.readouterr().err == "jaxfb: [hosts] process 1 of 2 (b) has failed; start again\n"
