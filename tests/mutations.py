@@ -1843,6 +1843,35 @@ MUTATIONS = (
         "if dtype not in dtypes.values()]:",
         "pretrained/test_peft_config.py::test_adapters_that_are_no_floats_are_refused",
     ),
+    # what processes compare
+    Mutation(
+        "weights_are_not_compared",
+        "training/origins.py",
+        "if weights is not None:",
+        "if weights is None:",
+        "training/test_origins.py::test_other_weights_at_model_from_are_named",
+    ),
+    Mutation(
+        "another_state_is_begun_with",
+        "training/guards.py",
+        "if where := self._differing(self._run.work.state()):\n            raise Refused(",
+        "if where := self._differing({}):\n            raise Refused(",
+        "training/test_origins.py::test_a_state_whose_copies_differ_is_neither_begun_with_nor_saved",
+    ),
+    Mutation(
+        "other_problems_are_resumed_with",
+        "rl/policy.py",
+        "if not allow_changes:",
+        "if False:",
+        "rl/test_other_problems.py::test_a_run_is_resumed_with_other_problems_only_if_that_is_allowed",
+    ),
+    Mutation(
+        "a_reward_may_overflow",
+        "rl/tasks.py",
+        "if abs(float(number)) > LARGEST_REWARD:",
+        "if False:",
+        "rl/test_checks.py::test_a_task_that_cannot_work_is_refused_before_anything_is_computed",
+    ),
 )
 
 
