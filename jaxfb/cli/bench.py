@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,10 @@ from jaxfb.refusal import Refused
 
 CHILDREN = {"performance", "loop_of_accelerate", "loop_of_jaxfb", "torch_pipelining"}
 """Scripts that another one runs."""
+PARSES = re.compile(r"argparse|real_sizes\.main\(")
+"""What a script contains that reads options and answers --help itself."""
+READS = re.compile(r"sys\.argv\[\d*:?\d*\]")
+"""What a script contains that reads its arguments without a parser."""
 
 
 def directory() -> Path:
@@ -50,9 +55,27 @@ def run(name: str | None, arguments: list[str]) -> int:
             print(f"{known_name:<24}{text}")
         print(f"{'report':<24}docs/performance.md from benchmarks/results/*.json")
         return 0
-    script = "performance" if name == "report" else name
     if name not in (*known, "report"):
         close = difflib.get_close_matches(name, [*known, "report"], n=1)
         hint = f"did you mean {close[0]}? " if close else ""
         raise Refused(f"[bench] no benchmark {name!r}; {hint}`jaxfb bench` lists them")
-    return subprocess.run([sys.executable, str(directory() / f"{script}.py"), *arguments]).returncode
+    script = directory() / f"{'performance' if name == 'report' else name}.py"
+    if arguments and (text := _answer(name, script.read_text(), arguments)) is not None:
+        print(text)
+        return 0
+    return subprocess.run([sys.executable, str(script), *arguments]).returncode
+
+
+def _answer(name: str, source: str, arguments: list[str]) -> str | None:
+    """Returns what answers the arguments in place of a script without a parser, which would not look at them.
+
+    Raises:
+      ValueError: the script takes no arguments.
+    """
+    if PARSES.search(source):
+        return None
+    if {"-h", "--help"} & set(arguments):
+        return ast.get_docstring(ast.parse(source)) or f"benchmarks/{name}.py has no description"
+    if READS.search(source):
+        return None
+    raise Refused(f"[bench] {name} takes no arguments, got {' '.join(arguments)!r}; use `jaxfb bench {name}`")

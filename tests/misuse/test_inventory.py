@@ -32,8 +32,8 @@ NOT_DATA = {
         training/run_dir.py::RunDirectory.refuse_unless_run training/session.py::Run._check_newest
     """,
     "a flag of the command line": """
-        cli/bench.py::directory cli/checks.py::chaos cli/training.py::launch planner/compiled.py::_mesh
-        planner/search.py::by_formula planner/search.py::search planner/topology.py::parse_topology
+        cli/bench.py::_answer cli/bench.py::directory cli/checks.py::chaos cli/training.py::launch
+        planner/compiled.py::_mesh planner/search.py::by_formula planner/search.py::search planner/topology.py::parse_topology
         planner/tpu.py::devices process/fault_points.py::_place
         schedules/command.py::_check_costs schedules/command.py::_required
     """,
