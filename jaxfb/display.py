@@ -86,6 +86,11 @@ def duration(seconds: float) -> str:
     return str(timedelta(seconds=max(0, round(seconds))))
 
 
+def number_of(count: int, noun: str, nouns: str | None = None) -> str:
+    """Returns a count with its noun, such as `1 row` and `2 rows`; nouns: the plural, where it does not end in -s."""
+    return f"{count} {noun if count == 1 else nouns or f'{noun}s'}"
+
+
 def print_table(title: str, rows: Iterable[tuple[str, Any]]) -> None:
     """Prints two columns under a title: `config`, `batch plan`, `run plan`, `mesh`."""
     rows = [(str(name), "" if value is None else str(value)) for name, value in rows]

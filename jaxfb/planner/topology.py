@@ -6,17 +6,25 @@ Only the name and its arithmetic; `compiled.py` asks the compiler for the device
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jaxfb.display import number_of
 from jaxfb.planner.chips import GPUS, TPUS, Chip
 from jaxfb.refusal import INT32, Refused
 
 MOST_ON_A_HOST = 8
 EXAMPLES = "v5p:4x4x8, v5e:4x4, cpu:8 or gpu:h100x8"
+SLICES = {
+    2: ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)),
+    3: ((1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4)),
+}
+"""The slices that Cloud TPU makes, by the dimensions of the torus; larger ones of three dimensions consist of cubes of
+4 x 4 x 4 chips. https://docs.cloud.google.com/tpu/docs/v6e and https://docs.cloud.google.com/tpu/docs/v5p."""
 ALIASES = {"v7x": "tpu7x", "ironwood": "tpu7x", "trillium": "v6e", "v5litepod": "v5e", "v6": "v6e"}
 
 
@@ -38,8 +46,8 @@ class Topology:
 
     def __str__(self) -> str:
         halves = f" ({self.chip.devices} devices a chip)" if self.chip and self.chip.devices > 1 else ""
-        what = "GPUs" if self.platform == "gpu" else "chips"
-        return f"{self.text}: {math.prod(self.shape)} {what}{halves}" if self.chip else self.text
+        what = number_of(math.prod(self.shape), "GPU" if self.platform == "gpu" else "chip")
+        return f"{self.text}: {what}{halves}" if self.chip else self.text
 
 
 def parse_topology(text: str) -> Topology:
@@ -142,10 +150,33 @@ def _torus(chip: Chip, shape: str, text: str) -> tuple[int, ...]:
             f"write {_example(chip.name)}"
         )
     _check_size(sizes, text, _example(chip.name))
-    if sizes != (1,) * chip.torus and any(size % 2 for size in sizes[:2]):
-        nearest = "x".join(str(size + size % 2 if i < 2 else size) for i, size in enumerate(sizes))
+    if not _is_a_slice(sizes):
+        shapes = ", ".join(_written(shape) for shape in SLICES[chip.torus])
+        larger = " and those of multiples of 4" if chip.torus == 3 else ""
         raise Refused(
-            f"[plan] a host has 2x2 chips, so the first two sizes of {text!r} must be even; "
-            f"the nearest is {chip.name}:{nearest}"
+            f"[plan] {chip.name} has no slice {shape}, it has {shapes}{larger}; "
+            f"the nearest is {chip.name}:{_written(_nearest_slice(sizes))}"
         )
     return sizes
+
+
+def _is_a_slice(sizes: tuple[int, ...]) -> bool:
+    """Returns whether there are slices of this shape, turned in any way."""
+    of_cubes = len(sizes) == 3 and all(size % 4 == 0 for size in sizes)
+    return of_cubes or sorted(sizes) in map(sorted, SLICES[len(sizes)])
+
+
+def _nearest_slice(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the slice whose sides have the least product of ratios to these; of two such the smaller."""
+    turned = {one for shape in SLICES[len(sizes)] for one in itertools.permutations(shape)}
+    if len(sizes) == 3:
+        turned |= set(itertools.product(*({max(4, size // 4 * 4), -(-size // 4) * 4} for size in sizes)))
+    return min(turned, key=lambda one: (_distance(one, sizes), math.prod(one), tuple(-side for side in one)))
+
+
+def _distance(one: tuple[int, ...], other: tuple[int, ...]) -> float:
+    return sum(abs(math.log(a / b)) for a, b in zip(one, other, strict=True))
+
+
+def _written(sizes: Sequence[int]) -> str:
+    return "x".join(map(str, sizes))

@@ -16,6 +16,15 @@ def test_a_tpu_is_a_torus_of_chips(text, devices, torus):
     assert (topology.platform, topology.num_devices, len(topology.shape)) == ("tpu", devices, torus)
 
 
+@pytest.mark.parametrize(
+    "text",
+    "v5p:2x2x1 v5p:2x2x2 v5p:2x2x4 v5p:2x4x4 v5p:4x4x4 v5p:4x4x8 v5p:8x8x8 v5p:8x8x16 v5p:16x16x12 v5p:16x16x24 "
+    "v4:4x4x12 tpu7x:2x2x1 v5e:1x1 v5e:2x2 v5e:2x4 v5e:8x16 v5e:16x16 v6e:4x2 v6e:4x8 v6e:8x8".split(),
+)
+def test_slices_that_cloud_tpu_makes_can_be_planned(text):
+    assert parse_topology(text).text == text
+
+
 def test_other_machines():
     assert parse_topology("cpu:8").num_devices == 8
     gpus = parse_topology("gpu:h100x64")
@@ -27,7 +36,13 @@ def test_other_machines():
     [
         ("v9:4x4", "unknown topology 'v9:4x4'.*did you mean v4:4x4"),
         ("v5p:4x4", "torus of 3 dimensions.*v5p:4x4x4"),
-        ("v5e:3x4", "first two sizes.*nearest is v5e:4x4"),
+        ("v5e:3x4", "no slice 3x4, it has 1x1, 2x2, .*16x16; the nearest is v5e:4x4"),
+        ("v6e:4x6", "no slice 4x6.*nearest is v6e:4x8"),
+        ("v6e:16x32", "no slice 16x32.*nearest is v6e:16x16"),
+        ("v5p:4x4x5", "no slice 4x4x5, it has .* and those of multiples of 4; the nearest is v5p:4x4x4"),
+        ("v5p:2x2x8", "no slice 2x2x8.*nearest is v5p:2x2x4"),
+        ("v4:3x4x8", "no slice 3x4x8.*nearest is v4:4x4x8"),
+        ("tpu7x:6x8x8", "no slice 6x8x8.*nearest is tpu7x:8x8x8"),
         ("v5e:4xfour", "torus of 2 dimensions"),
         ("v5p", "write one such as v5p:4x4x8"),
         ("gpu:foo", "gpu:NAMExCOUNT.*h100"),
