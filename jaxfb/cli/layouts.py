@@ -37,8 +37,8 @@ def config(options) -> None:
     print_table(options.config, [(key, as_yaml(value)) for key, value in rows])
 
 
-def plan(options) -> None:
-    """Sizes a config on a topology, or searches its layouts."""
+def plan(options) -> int:
+    """Sizes a config on a topology, or searches its layouts; returns the exit code."""
     from jaxfb.config import load_config, refuse_own_model
     from jaxfb.planner.topology import parse_topology
 
@@ -50,9 +50,8 @@ def plan(options) -> None:
 
     compiles = not options.no_compile
     if options.search:
-        command.search(options.config, config, topology, compiles, options.layouts, options.out)
-    else:
-        command.plan(options.config, config, topology, compiles, options.json)
+        return command.search(options.config, config, topology, compiles, options.layouts, options.out)
+    return command.plan(options.config, config, topology, compiles, options.json)
 
 
 def schedule(options) -> None:
@@ -61,6 +60,9 @@ def schedule(options) -> None:
 
     costs = {name.replace("-", "_"): getattr(options, name.replace("-", "_")) for name in SCHEDULE_COSTS}
     if options.compare:
+        command.check_compared(
+            {name: getattr(options, name) for name in ("kind", "table", "out", "svg", "trace")}
+        )
         print(command.compared(options.pipe, options.microbatches, options.chunks, costs, options.pieces))
         return
     sizes = options.pipe, options.microbatches, options.chunks, options.pieces

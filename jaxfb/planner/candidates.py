@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from jaxfb.config import Config
+from jaxfb.display import number_of
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.pattern import stack_of
 from jaxfb.planner.counts import num_shards
@@ -88,7 +89,8 @@ def label(config: Config) -> str:
     if config.schedule:
         parts.append(config.schedule + (f" {config.chunks}" if config.chunks > 1 else ""))
     parts.append(f"remat {config.parallel.remat}")
-    parts.append(f"{config.batch.rows_per_microbatch} rows")
+    rows = config.batch.rows_per_microbatch
+    parts.append(f"{rows} rows" if rows is None else number_of(rows, "row"))
     parts += ["state on the host"] if config.optimizer.memory == "host" else []
     return ", ".join(parts + ([f"gather {config.parallel.fsdp_gather}"] if num_shards(config) > 1 else []))
 

@@ -13,23 +13,34 @@ from jaxfb.config.sections import AutoMesh
 from jaxfb.planner.job import model_sizes
 from jaxfb.planner.post_training import check_searchable
 from jaxfb.planner.text import page
+from jaxfb.planner.too_large import would_fit
 from jaxfb.planner.topology import Topology
 from jaxfb.planner.verdict import plan as plan_of
+from jaxfb.process.exit_codes import DONE, FAILED
 from jaxfb.process.signals import terminated_like_ctrl_c
 
 
 def plan(
     name: str, config: Config | PostTrainingConfig, topology: Topology, compiles: bool, as_json: bool
-) -> None:
-    """Prints the verdict of one config on one topology."""
+) -> int:
+    """Prints the verdict of one config on one topology, and changes with which what does not fit would.
+
+    Returns the exit code, `FAILED` where it does not fit.
+    """
     config = laid_out(config, topology)
     verdict = plan_of(config, topology, compiles=compiles, say=say)
     print(json.dumps(verdict.to_dict(), indent=1) if as_json else page(name, verdict))
+    if verdict.fits is not False:
+        return DONE
+    if not as_json:
+        print(f"\n{would_fit(config, verdict)}")
+    return FAILED
 
 
-def search(name: str, config: Config, topology: Topology, compiles: bool, layouts: int, out: str) -> None:
+def search(name: str, config: Config, topology: Topology, compiles: bool, layouts: int, out: str) -> int:
     """Prints the best layouts, then the verdict of the best, and writes them to `out`.
 
+    Returns the exit code, `FAILED` where no layout fits.
     Files are written as layouts are found, and what is known is read again, so stopping loses nothing.
     """
     check_searchable(config)
@@ -63,6 +74,7 @@ def search(name: str, config: Config, topology: Topology, compiles: bool, layout
     _print_prices(found[0].config, topology)
     for path in write(found, directory) + draw(found, directory):
         print(f"wrote {path}")
+    return FAILED if found[0].verdict.fits is False else DONE
 
 
 def laid_out(config: Config | PostTrainingConfig, topology: Topology) -> Any:

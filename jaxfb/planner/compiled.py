@@ -72,7 +72,7 @@ def compile_for(
       ValueError: the compiler is missing, or will not make that topology, or the mesh does not fit on it.
     """
     if (missing := missing_compiler(topology)) is not None:
-        raise Refused(f"[plan] {missing}, or add --no-compile for a formula's estimate")
+        raise _not_installed(missing)
     request = {"config": config_to_dict(config), "topology": topology.text}
     with tempfile.TemporaryDirectory() as directory:
         answer = _run_child(request, topology, Path(directory), say)
@@ -96,6 +96,20 @@ def compiles_here(config: Config, topology: Topology, say: Callable[[str], None]
     return not missing
 
 
+def check_compiler(topology: Topology) -> None:
+    """Refuses a plan by the TPU compiler where it is not installed; a plan for GPUs falls back to the formula.
+
+    Raises:
+      ValueError: what to install.
+    """
+    if topology.platform == "tpu" and (missing := missing_compiler(topology)) is not None:
+        raise _not_installed(missing)
+
+
+def _not_installed(missing: str) -> Refused:
+    return Refused(f"[plan] {missing}, or add --no-compile for a formula's estimate")
+
+
 def missing_compiler(topology: Topology) -> str | None:
     """Returns what to install for this topology; None where its compiler is there."""
     if topology.platform == "tpu" and not tpu.is_installed():
@@ -110,6 +124,7 @@ def _run_child(request: dict, topology: Topology, directory: Path, say: Callable
     asked.write_text(json.dumps(request))
     command = [sys.executable, "-m", "jaxfb.planner.compiled", str(asked), str(answered)]
     began, reported = time.monotonic(), 0.0
+    every = seconds_between_reports()
     with log.open("w") as output:
         child = subprocess.Popen(
             command, env=_environment(topology), stdin=subprocess.PIPE, stdout=output, stderr=output
@@ -117,7 +132,7 @@ def _run_child(request: dict, topology: Topology, directory: Path, say: Callable
         try:
             while child.poll() is None:
                 time.sleep(0.2)
-                if time.monotonic() - began - reported > 10:
+                if time.monotonic() - began - reported > every:
                     reported = time.monotonic() - began
                     say(f"compiling for {topology.text}: {reported:.0f} s")
         finally:
@@ -128,6 +143,11 @@ def _run_child(request: dict, topology: Topology, directory: Path, say: Callable
     last = "\n".join(log.read_text().splitlines()[-15:])
     killed = " (killed: the compiler itself ran out of memory?)" if child.returncode == -9 else ""
     raise RuntimeError(f"the compiler ended with code {child.returncode}{killed}:\n{last}")
+
+
+def seconds_between_reports() -> int:
+    """Returns how often progress is reported: rarely where it goes to a file."""
+    return 10 if sys.stderr.isatty() else 60
 
 
 def _environment(topology: Topology) -> dict[str, str]:

@@ -25,6 +25,7 @@ from jaxfb.refusal import Refused
 TEMPORARIES = 1.2
 """Times the formula's temporaries that a step needs on CPUs at the least: it has two bytes for most numbers, and there
 most have four. Configs that were compiled for CPUs needed 1.24 to 2.0 times as much."""
+ELSEWHERE = "another machine: `jaxfb plan` tells what fits on which"
 FEWER_ROWS = "use fewer rows in a microbatch"
 
 
@@ -114,8 +115,8 @@ def _fitting(config: Planned, topology: Topology, memory: float, times: float = 
     for name, one in smaller:
         needed = _needed(one, topology, times)
         if needed is not None and needed < memory:
-            return f"use a smaller model, such as the starter config {name}"
-    return "use a smaller model"
+            return f"use a smaller model, such as the starter config {name}, or {ELSEWHERE}"
+    return f"use a smaller model, or {ELSEWHERE}"
 
 
 def _smaller_starters(config: Config) -> Iterator[tuple[str, Config]]:

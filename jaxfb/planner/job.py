@@ -132,6 +132,19 @@ def bytes_per_device(tree: PyTree, bytes_of: Callable[[Sequence[int], int], int]
     return sum(bytes_of(_shard_shape(leaf), _itemsize(leaf.dtype)) for leaf in jax.tree.leaves(tree))
 
 
+def uncut_share(params: PyTree, axes: Sequence[str]) -> float:
+    """Returns the share of the parameters' bytes that none of the axes cuts; 0 without axes."""
+    if not axes:
+        return 0.0
+    sizes = [(leaf, dense_bytes(leaf.shape, leaf.dtype.itemsize)) for leaf in jax.tree.leaves(params)]
+    whole = sum(size for leaf, size in sizes if not _axes_of(leaf) & set(axes))
+    return whole / sum(size for _, size in sizes)
+
+
+def _axes_of(leaf: jax.ShapeDtypeStruct) -> set[str]:
+    return {axis for entry in leaf.sharding.spec for axis in axes_of(entry)}
+
+
 def _shard_shape(leaf: jax.ShapeDtypeStruct) -> tuple[int, ...]:
     spec, mesh = leaf.sharding.spec, leaf.sharding.mesh
     parts = [math.prod(mesh.shape[axis] for axis in axes_of(entry)) for entry in spec]

@@ -15,12 +15,12 @@ from jaxfb.config.show import save_yaml
 from jaxfb.models.config import TransformerConfig
 from jaxfb.planner import gpu
 from jaxfb.planner.candidates import NOTHING, Fixed, candidates, label
-from jaxfb.planner.compiled import TooLarge, compiles_here
+from jaxfb.planner.compiled import TooLarge, check_compiler, compiles_here
 from jaxfb.planner.formula import Estimate, estimate
 from jaxfb.planner.job import model_sizes
 from jaxfb.planner.known import Known
 from jaxfb.planner.memory_left import variants
-from jaxfb.planner.text import answer
+from jaxfb.planner.text import answer, duration_of
 from jaxfb.planner.topology import Topology
 from jaxfb.planner.verdict import Verdict, compiled_verdict, estimated
 from jaxfb.refusal import Refused
@@ -68,12 +68,17 @@ def search(
       keep: receives the layouts found so far, in the order of the result, each time that there are more.
       known: verdicts of an earlier search, which are not worked out again, and where new ones are added.
     Raises:
-      ValueError: the topology has no chip to fit on, no layout is legal, or the compiler refuses every one.
+      ValueError: the topology has no chip to fit on, no layout is legal, the TPU compiler is not installed, or it
+        refuses every layout.
     """
     if topology.chip is None:
         raise Refused(
             f"[plan] --search ranks by a chip's speed and memory, {topology.text} has neither; use v5e:4x4"
         )
+    if layouts < 1:
+        raise Refused(f"[plan] --layouts {layouts} must be at least 1; use --layouts 1")
+    if compiled:
+        check_compiler(topology)
     known = known or Known()
     given = _given(config, topology, known, say)
     sizes = model_sizes(config)
@@ -121,11 +126,16 @@ def table(found: list[Found], most: int = 12) -> str:
         by = "formula" if verdict.compiled is None else "compiler"
         size = "too large" if isinstance(verdict.compiled, TooLarge) else f"{verdict.needed / 1e9:.2f}"
         lines.append(
-            f"{size:>8} {(verdict.available or 0) / 1e9:>7.1f} {verdict.step_seconds:>9.3f} "
+            f"{size:>8} {(verdict.available or 0) / 1e9:>7.1f} {_in_column(verdict.step_seconds):>9} "
             f"{verdict.tokens_per_second:>10,.0f} {verdict.mfu:>6.1%} {by:>9}  {label(one.config)}"
             + (" (given)" if one.given else "")
         )
     return "\n".join(lines)
+
+
+def _in_column(seconds: float) -> str:
+    """Returns seconds with three digits behind the point, or the first three that are not zero."""
+    return f"{seconds:.3f}" if seconds >= 0.1 else f"{seconds:.3g}"
 
 
 def compared(found: list[Found]) -> str:
@@ -294,7 +304,7 @@ def _compiled(formula: list[Found], count: int, known: Known, say, keep) -> list
         found.remove(asked)
         say(f"compiling: {label(asked.config)}")
         if (verdict := _answer(asked, known, say)) is not None:
-            say(f"  {answer(verdict)}, {verdict.step_seconds:.2f} s a step")
+            say(f"  {answer(verdict)}, {duration_of(verdict.step_seconds)} a step")
             found.append(replace(asked, verdict=verdict))
         if not found:
             raise Refused("[plan] the compiler refused every layout that was asked about; raise --layouts")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
+from jaxfb.display import number_of
+from jaxfb.mesh import SHARD_AXES
 from jaxfb.planner.compiled import Compiled, TooLarge
 from jaxfb.planner.verdict import MARGIN, Verdict
 
@@ -15,6 +18,8 @@ PHASES = {
     "eval": "evaluation",
 }
 """The phases of post-training beside its updates."""
+UNCUT = 0.1
+"""Share of the parameters that may be whole on every device without a line about it: scales and other small ones."""
 
 
 def page(name: str, verdict: Verdict) -> str:
@@ -52,23 +57,32 @@ def _head(name: str, verdict: Verdict) -> Iterator[str]:
     axes = " x ".join(f"{axis} {size}" for axis, size in verdict.mesh.items() if size > 1) or "one device"
     yield f"{name} on {verdict.topology}"
     params = verdict.num_params
-    shown = f"{params / 1e9:.2f}B" if params >= 1e8 else f"{params / 1e6:.2f}M"
+    shown = f"{params / 1e9:.2f}B" if params >= 1e9 else f"{params / 1e6:.{0 if params >= 1e8 else 2}f}M"
     yield f"  {shown} parameters, {axes}"
     yield (
-        f"  {verdict.rows} rows = {verdict.num_microbatches} microbatches of {verdict.rows_per_microbatch} "
-        f"a replica, {verdict.tokens:,} tokens"
+        f"  {number_of(verdict.rows, 'row')} = {number_of(verdict.num_microbatches, 'microbatch', 'microbatches')} "
+        f"of {verdict.rows_per_microbatch} a replica, {verdict.tokens:,} tokens"
     )
     if verdict.schedule:
         yield f"  schedule {verdict.schedule}, bubble {verdict.bubble:.1%}"
     yield ""
     yield answer(verdict)
+    if verdict.uncut > UNCUT:
+        axes = " x ".join(
+            f"{axis} {size}" for axis, size in verdict.mesh.items() if axis in SHARD_AXES and size > 1
+        )
+        yield (
+            f"  {axes} leaves {verdict.uncut:.0%} of the parameters whole on every {_device(verdict)}; "
+            "choose sizes that divide the model's"
+        )
 
 
 def memory_table(verdict: Verdict) -> Iterator[str]:
     """Yields the lines of the memory that a device needs."""
     counted, compiled = verdict.estimate, verdict.compiled
-    answered = isinstance(compiled, Compiled)
-    yield f"{f'memory a {_device(verdict)}':<26}{'formula':>12}" + (f"{'compiler':>12}" if answered else "")
+    answered, refused = isinstance(compiled, Compiled), isinstance(compiled, TooLarge)
+    columns = f"{'compiler':>12}" if answered or refused else ""
+    yield f"{f'memory a {_device(verdict)}':<26}{'formula':>12}{columns}"
     rows = [
         ("parameters", counted.parameters, None),
         ("optimizer state", counted.optimizer, None),
@@ -86,7 +100,9 @@ def memory_table(verdict: Verdict) -> Iterator[str]:
         (
             "total",
             max(counted.total, counted.arguments + phases) + kept,
-            answered and max(compiled.total, compiled.arguments + phases) + kept,
+            max(compiled.total, compiled.arguments + phases) + kept
+            if isinstance(compiled, Compiled)
+            else refused and verdict.needed,
         )
     ]
     for name, ours, theirs in rows:
@@ -115,7 +131,7 @@ def _traffic(verdict: Verdict) -> Iterator[str]:
         return
     yield f"{'between devices a step':<42}{'count':>8}{'GB':>10}{'ms':>10}{'overlapped':>12}"
     for (axes, kind), row in sorted(verdict.traffic.items(), key=lambda item: -item[1].bytes):
-        hidden = f"{1 - row.exposed_seconds / row.seconds:.0%}" if row.seconds else ""
+        hidden = f"{max(0.0, 1 - row.exposed_seconds / row.seconds):.0%}" if row.seconds else ""
         milliseconds = f"{row.seconds * 1e3:,.1f}" if verdict.chip else ""
         yield f"  {axes:<20}{kind:<20}{row.count:>8}{row.bytes / 1e9:>10,.3f}{milliseconds:>10}{hidden:>12}"
 
@@ -126,10 +142,12 @@ def _speed(verdict: Verdict) -> Iterator[str]:
         return
     chip = verdict.chip
     compiled = verdict.compiled
-    products = f" ({compiled.product_seconds:.3f} s of products)" if isinstance(compiled, Compiled) else ""
-    yield f"at best {verdict.step_seconds:.3f} s a step: {verdict.work_seconds:.3f} s work{products}, " + (
-        f"{verdict.exposed_seconds:.3f} s communication that nothing hides"
-        + (f", {counted:.3f} s to and from the host" if (counted := verdict.host_seconds) else "")
+    shown = partial(duration_of, of=verdict.step_seconds)
+    products = f" ({shown(compiled.product_seconds)} of products)" if isinstance(compiled, Compiled) else ""
+    host = f", {shown(verdict.host_seconds)} to and from the host" if verdict.host_seconds else ""
+    yield (
+        f"at best {shown(verdict.step_seconds)} a step: {shown(verdict.work_seconds)} work{products}, "
+        f"{shown(verdict.exposed_seconds)} exposed communication{host}"
     )
     device = _device(verdict)
     yield f"  {verdict.tokens_per_second:,.0f} tokens/s a {device}, MFU {verdict.mfu:.1%}"
@@ -153,6 +171,11 @@ def _price(verdict: Verdict) -> str:
         return ""
     link, seconds = verdict.chip.host_bandwidth / 1e9, verdict.estimate.host_seconds
     return f": {seconds:.3f} s a step, {2 / link:.3f} s a GB, over {link:,.0f} GB/s each way"
+
+
+def duration_of(seconds: float, of: float | None = None) -> str:
+    """Returns seconds with a unit, milliseconds where the whole that they are part of is shorter than 0.1 s."""
+    return f"{seconds:.3f} s" if (seconds if of is None else of) >= 0.1 else f"{seconds * 1e3:.3f} ms"
 
 
 def _device(verdict: Verdict) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import jax
@@ -47,19 +49,35 @@ def advice(config: Planned, devices: list[Any], available: float | None) -> str:
     if isinstance(config, Config) and isinstance(config.mesh, AutoMesh):
         config = choose(config, topology, available).config
     now = estimated(config, topology)
-    found = [(change, verdict.needed) for change, verdict in changes(config, topology)]
-    least = (1 - SPARE) * available if available else now.needed
-    fit = [(change, needed) for change, needed in found if needed < least]
     lines = [*memory_table(now)]
     lines += [f"  of a device{'':<13}{available / 1e9:>9.2f} GB"] if available else []
-    if fit:
-        lines += [
-            "what would fit, by the same formula:" if available else "what needs less, by the same formula:"
-        ]
-        lines += [f"  {' '.join(change)}: {needed / 1e9:.2f} GB" for change, needed in fit[:SHOWN]]
-    else:
-        lines += ["no cut of the rows and no recomputation fits: use more devices, or a smaller model"]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_proposals(config, topology, (1 - SPARE) * available if available else None)])
+
+
+def would_fit(config: Planned, verdict: Verdict) -> str:
+    """Returns up to three changes of a config with which what does not fit by its verdict would.
+
+    Where a compiler counted more than the formula, so much more is added to what the formula counts of a change.
+    """
+    assert verdict.available is not None
+    formula = replace(verdict, compiled=None).needed
+    times = max(1.0, verdict.needed / formula)
+    return "\n".join(_proposals(config, verdict.topology, (1 - SPARE) * verdict.available, times))
+
+
+def _proposals(config: Planned, topology: Topology, most: float | None, times: float = 1.0) -> Iterator[str]:
+    """Yields the lines of up to three changes that need less than so many bytes; of None, less than the config."""
+    less = estimated(config, topology).needed if most is None else most / times
+    found = (
+        (change, verdict.needed) for change, verdict in changes(config, topology) if verdict.needed < less
+    )
+    if not (shown := list(islice(found, SHOWN))):
+        yield "no cut of the rows and no recomputation fits: use more devices, or a smaller model"
+        return
+    what = "what needs less" if most is None else "what would fit"
+    by = "the same formula" if times == 1 else f"{times:.2f} times the formula, as the compiler counts here"
+    yield f"{what}, by {by}:"
+    yield from (f"  {' '.join(change)}: {times * needed / 1e9:.2f} GB" for change, needed in shown)
 
 
 def _with_less_on_host(config: Any) -> str:

@@ -10,6 +10,7 @@ import jax
 
 from jaxfb.config import Config
 from jaxfb.config.post_training import PostTrainingConfig
+from jaxfb.mesh import shard_axes
 from jaxfb.models.config import flops_per_token, num_params
 from jaxfb.parallel.host_memory import is_on_host
 from jaxfb.planner import gpu, tpu
@@ -25,6 +26,7 @@ from jaxfb.planner.job import (
     dense_bytes,
     make_job,
     model_sizes,
+    uncut_share,
 )
 from jaxfb.planner.post_training import planned
 from jaxfb.planner.topology import Topology
@@ -42,6 +44,7 @@ class Verdict:
     kept, phases: of post-training, by name: bytes that stay beside the update's state, and what other phases than the
       update need at their peaks where it needs its temporaries.
     widths:  tokens a second of one device by formula, by name, where rows take context devices by their width.
+    uncut:   share of the parameters that no axis of `SHARD_AXES` cuts, though there is one.
     bubble:  share of the schedule's time in which a device idles; 0 without a pipeline.
     """
 
@@ -60,6 +63,7 @@ class Verdict:
     kept: dict[str, float] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
     widths: dict[str, float] = field(default_factory=dict)
+    uncut: float = 0.0
 
     @property
     def chip(self) -> Chip | None:
@@ -227,6 +231,7 @@ def _of_update(config: Config, topology: Topology) -> Verdict:
         model_flops=per_token * job.tokens / topology.num_devices,
         estimate=_estimate(config, job, topology),
         compiled=None,
+        uncut=uncut_share(job.state.params, shard_axes(job.mesh)),
     )
 
 

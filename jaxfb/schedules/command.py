@@ -50,6 +50,16 @@ def chosen(
     return make(kind, pipe, microbatches, kind_of(kind).default_chunks if chunks is None else chunks, pieces)
 
 
+def check_compared(others: Mapping[str, str | None]) -> None:
+    """Refuses flags that a comparison of all kinds, which is a table alone, has no use for."""
+    given = [f"--{name} {value}" for name, value in others.items() if value is not None]
+    if given:
+        them = "it" if len(given) == 1 else "them"
+        raise Refused(
+            f"[schedule] --compare prints a table of all kinds, without {' and '.join(given)}; leave {them} out"
+        )
+
+
 def compared(
     pipe: int | None,
     microbatches: int | None,

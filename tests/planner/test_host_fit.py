@@ -45,10 +45,10 @@ def test_the_advice_is_a_change_that_fits(monkeypatch, key, cut):
 
 def test_otherwise_it_is_the_largest_starter_config_that_fits(monkeypatch):
     said = refusal(monkeypatch, int(150e9), "1b")
-    assert said.endswith("; use a smaller model, such as the starter config 125m")
-    assert refusal(monkeypatch, 10**6, "quickstart", "batch.rows=16", "batch.rows_per_microbatch=1").endswith(
-        "; use a smaller model"
-    )
+    elsewhere = "or another machine: `jaxfb plan` tells what fits on which"
+    assert said.endswith(f"; use a smaller model, such as the starter config 125m, {elsewhere}")
+    said = refusal(monkeypatch, 10**6, "quickstart", "batch.rows=16", "batch.rows_per_microbatch=1")
+    assert said.endswith(f"; use a smaller model, {elsewhere}")
 
 
 def test_nothing_is_said_where_there_is_room_and_a_line_where_it_is_used(monkeypatch, tmp_path):

@@ -18,11 +18,13 @@ ONE_LAYER = "model.num_layers=2 mesh.dp=2 mesh.fsdp=1 mesh.tp=1 data.tokenizer=b
 
 def test_an_estimate_answers_in_one_sentence_with_what_it_rests_on(capsys):
     command = ["plan", "configs/8b.yaml", "--topology", "v5e:4x4", "--no-compile"]
-    assert main([*command, "batch.rows_per_microbatch=4"]) == 0
+    assert main([*command, "batch.rows_per_microbatch=4"]) == 1
     page = capsys.readouterr().out
     assert "DOES NOT FIT: " in page and "of 16.91 GB a chip (estimated)" in page and "GB too much" in page
     assert "\n\n\n" not in page and "estimated by formula: products take" in page
     assert "optimizer state              4.02 GB" in page and "8.03B parameters, fsdp 16" in page
+    assert main([*command, "batch.rows_per_microbatch=4", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["fits"] is False
     assert main([*command, "mesh.tp=8", "--json"]) == 0
     verdict = json.loads(capsys.readouterr().out)
     assert verdict["fits"] and verdict["mesh"]["tensor"] == 8 and 0 < verdict["mfu"] < 1
@@ -46,7 +48,7 @@ def test_the_compiler_answers_for_simulated_devices_in_a_process_of_its_own():
         (["configs/8b.yaml", "--topology", "v9:4x4"], "did you mean v4:4x4"),
         (
             ["configs/8b.yaml", "--topology", "v5e:4x4", "mesh.fsdp=7"],
-            "a mesh of fsdp 7 cannot be made of 16 devices; use fsdp=8",
+            "a mesh of fsdp 7 cannot be made of 16 devices; use mesh.fsdp=8",
         ),
         (
             ["configs/8b.yaml", "--topology", "v5e:4x4", "model.vocab_size=null"],
@@ -54,12 +56,15 @@ def test_the_compiler_answers_for_simulated_devices_in_a_process_of_its_own():
         ),
         (["configs/mesh8.yaml", "--topology", "cpu:8", "--search"], "has neither; use v5e:4x4"),
         (["configs/mesh8.yaml", "--topology", "v5e:2x2", "mesh.tp=1"], "pip install 'jaxfb\\[plan\\]'"),
+        (["8b", "--topology", "v6e:4x4", "--search"], "pip install 'jaxfb\\[plan\\]'.*or add --no-compile"),
+        (["8b", "--topology", "v6e:4x4", "--search", "--layouts", "0"], "at least 1; use --layouts 1"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_with_the_way_out(arguments, sentence, capsys, monkeypatch):
     monkeypatch.setattr("jaxfb.planner.tpu.is_installed", lambda: False)
     assert main(["plan", *arguments]) == 2
-    assert re.search(sentence, capsys.readouterr().err)
+    printed, error = capsys.readouterr()
+    assert re.search(sentence, error) and error.count("\n") == 1 and not printed
 
 
 def test_candidates_divide_and_train_the_same():

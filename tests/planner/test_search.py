@@ -49,6 +49,7 @@ def compiler(monkeypatch):
     stand_in = Compiler()
     monkeypatch.setattr("jaxfb.planner.verdict.compile_for", stand_in)
     monkeypatch.setattr("jaxfb.planner.search.compiles_here", lambda *_: True)
+    monkeypatch.setattr("jaxfb.planner.tpu.is_installed", lambda: True)
     return stand_in
 
 
