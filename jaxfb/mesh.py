@@ -115,9 +115,11 @@ def with_context(mesh: Mesh, size: int) -> Mesh:
     check_mesh(mesh)
     whole, names = axis_size(mesh, "context"), list(mesh.axis_names)
     if whole % integer("size", size):
-        near = _nearest_divisor(whole, size)
+        near = _nearest_divisors(whole, size)
+        words = " or ".join(map(str, near))
         raise Refused(
-            f"a context axis of {whole} cannot have parts of {size}; use size={near}", [{"size": near}]
+            f"a context axis of {whole} cannot have parts of {size}; use size={words}",
+            [{"size": one} for one in near],
         )
     if size == whole:
         return mesh
@@ -224,17 +226,17 @@ def _fill(sizes: dict[str, int], num_devices: int, platform: str) -> dict[str, i
     if num_devices % known:
         hint = f", or simulate: XLA_FLAGS=--xla_force_host_platform_device_count={known}"
         more = hint if platform == "cpu" and num_devices < known <= _MOST_SIMULATED else ""
-        choice = _nearest(sizes, known, num_devices)
-        raise Refused(_misfit(sizes, known, num_devices, choice) + more, [choice])
+        choices = _nearest(sizes, known, num_devices)
+        raise Refused(_misfit(sizes, known, num_devices, choices) + more, choices)
     return {axis: num_devices // known if size == -1 else size for axis, size in sizes.items()}
 
 
-def _misfit(sizes: dict[str, int], known: int, num_devices: int, choice: Mapping[str, int]) -> str:
-    words = " and ".join(f"{axis}={size}" for axis, size in choice.items())
+def _misfit(sizes: dict[str, int], known: int, num_devices: int, choices: Sequence[Mapping[str, int]]) -> str:
+    words = " or ".join(" and ".join(f"{axis}={size}" for axis, size in choice.items()) for choice in choices)
     rest = known // max(sizes.values())
     advice = (
         f"use {words}"
-        if len(choice) == 1
+        if len(choices[0]) == 1
         else f"the other axes alone need {rest}; make them smaller, such as {words}"
     )
     product = as_product(sizes) + (f" = {known}" if known not in sizes.values() else "")
@@ -242,20 +244,27 @@ def _misfit(sizes: dict[str, int], known: int, num_devices: int, choice: Mapping
     return f"a mesh of {product} cannot be made of {devices}; {advice}"
 
 
-def _nearest(sizes: dict[str, int], known: int, num_devices: int) -> dict[str, int]:
-    """Returns the change of the largest axis that makes the sizes fit; of others too where that is not enough."""
+def _nearest(sizes: dict[str, int], known: int, num_devices: int) -> list[dict[str, int]]:
+    """Returns the nearest changes of the largest axis that make the sizes fit; one of others too where these are not
+    enough.
+    """
     changed = [axis for axis, size in sizes.items() if size > 1]
     changed.sort(key=lambda axis: -sizes[axis])
     rest, left = known // sizes[changed[0]], num_devices
     if num_devices % rest == 0:
-        return {changed[0]: _nearest_divisor(num_devices // rest, sizes[changed[0]])}
+        nearest = _nearest_divisors(num_devices // rest, sizes[changed[0]])
+        return [{changed[0]: size} for size in nearest]
     found = {}
     for axis in changed:
-        found[axis] = _nearest_divisor(left, sizes[axis])
+        found[axis] = _nearest_divisors(left, sizes[axis])[0]
         left //= found[axis]
-    return {axis: size for axis, size in found.items() if size != sizes[axis]}
+    return [{axis: size for axis, size in found.items() if size != sizes[axis]}]
 
 
-def _nearest_divisor(number: int, size: int) -> int:
+def _nearest_divisors(number: int, size: int) -> list[int]:
+    """Returns the divisor that is nearest to a size; two where two are equally near, the smaller one first."""
     small = [k for k in range(1, math.isqrt(number) + 1) if number % k == 0]
-    return min({*small, *(number // k for k in small)}, key=lambda divisor: (abs(divisor - size), divisor))
+    divisors = sorted(
+        {*small, *(number // k for k in small)}, key=lambda divisor: (abs(divisor - size), divisor)
+    )
+    return [divisor for divisor in divisors if abs(divisor - size) == abs(divisors[0] - size)]

@@ -58,13 +58,16 @@ def test_devices_may_be_given():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"data": 3}, "a mesh of data 3 cannot be made of 8 devices; use data=2"),
-        ({"data": 6}, "a mesh of data 6 cannot be made of 8 devices; use data=4"),
+        ({"data": 3}, "a mesh of data 3 cannot be made of 8 devices; use data=2 or data=4"),
+        ({"data": 6}, "a mesh of data 6 cannot be made of 8 devices; use data=4 or data=8"),
         (
             {"data": 4, "tensor": 4},
             "a mesh of data 4 x tensor 4 = 16 cannot be made of 8 devices; use data=2",
         ),
-        ({"data": -1, "tensor": 3}, "a mesh of tensor 3 cannot be made of 8 devices; use tensor=2"),
+        (
+            {"data": -1, "tensor": 3},
+            "a mesh of tensor 3 cannot be made of 8 devices; use tensor=2 or tensor=4",
+        ),
         (
             {"data": 3, "tensor": 5},
             "= 15 cannot be made of 8 devices; the other axes alone need 3; make them smaller",

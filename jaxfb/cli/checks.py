@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from jaxfb.cli.given import hosts_given
+from jaxfb.cli.keys import as_typed
 from jaxfb.cli.options import RANDOM
 from jaxfb.process.exit_codes import DONE, FAILED
 from jaxfb.refusal import Refused
 from jaxfb.training.simulated import simulate_devices
+
+if TYPE_CHECKING:
+    from jaxfb.forward_backward.equivalence import Equivalence
 
 
 def check(options) -> int:
@@ -32,15 +37,30 @@ def check(options) -> int:
 
     print(f"checking the model of {options.config}, made narrow, on simulated devices", file=sys.stderr)
     found = check_config(
-        config, lambda one: print(f"  {one.where}: {one.refused or f'{one.size:.1e}'}", file=sys.stderr)
+        config,
+        lambda one: print(
+            f"  {one.where}: {'refused' if one.refused else f'{one.size:.1e}'}", file=sys.stderr
+        ),
     )
-    print(found)
+    found = _as_typed(found, options)
+    if len(found.differences) > 1 or found.ran:
+        print(found)
+    if len(found.differences) > 1 and not found.ran:
+        raise Refused(
+            "[check] no mesh and schedule could be compared with one device; the table has the reasons"
+        )
     try:
         found.raise_if_above(options.tolerance)
     except AssertionError as error:
         print(f"jaxfb: {str(error).partition(chr(10))[0]}", file=sys.stderr)
         return FAILED
     return 0
+
+
+def _as_typed(found: Equivalence, options) -> Equivalence:
+    """Returns the same with the keys of the config in each refusal."""
+    rows = (replace(one, refused=as_typed(one.refused or "", options) or None) for one in found.differences)
+    return replace(found, differences=tuple(rows))
 
 
 def _check_random(options) -> int:

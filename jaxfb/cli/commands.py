@@ -22,6 +22,7 @@ from pathlib import Path
 from jaxfb.cli import checks, layouts, models, training
 from jaxfb.cli.devices import without_devices
 from jaxfb.cli.given import is_of_a_given_path
+from jaxfb.cli.keys import as_typed
 from jaxfb.cli.memory import lacks_memory
 from jaxfb.cli.options import POST_TRAINING, parse
 from jaxfb.process.exit_codes import DONE, FAILED, REFUSED, RESUMABLE, UNWRITTEN
@@ -80,7 +81,7 @@ def _run(options: argparse.Namespace) -> int:
         print(end="", flush=True)  # also where the shell has closed the output
         return code
     except Refused as error:
-        print(f"jaxfb: {error}", file=sys.stderr)
+        print(f"jaxfb: {as_typed(str(error), options)}", file=sys.stderr)
         return REFUSED
     except BrokenPipeError:  # the reader of our output has ended, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

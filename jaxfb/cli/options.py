@@ -84,35 +84,48 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.print_help()
         parser.exit(REFUSED)
     options, rest = parser.parse_known_args(given)
+    (commands,) = (one.choices for one in parser._actions if isinstance(one.choices, dict))
     for text in rest:
         if text.startswith("-") or not hasattr(options, "overrides"):
-            command = f"jaxfb {options.verb}"
-            takes_keys = hasattr(options, "overrides")
-            keys = "; keys of the config have no dashes, such as run.updates=100" if takes_keys else ""
-            near = _near(parser, options.verb, text)
-            parser.error(
-                f"`{command}` does not take {text!r}{near}{keys}; `{command} --help` lists what it takes"
-            )
+            parser.error(_not_taken(commands[options.verb], text))
         options.overrides.append(text)
     return options
 
 
-def _near(parser: argparse.ArgumentParser, verb: str, text: str) -> str:
-    """Returns ` (did you mean --chunks?)` for an option of that command which is like the text, or nothing."""
-    (commands,) = (one.choices for one in parser._actions if isinstance(one.choices, dict))
-    known = [option for action in commands[verb]._actions for option in action.option_strings]
-    close = difflib.get_close_matches(text.partition("=")[0], known, n=1, cutoff=0.7)
-    return f" (did you mean {close[0]}?)" if close else ""
+def _not_taken(command: argparse.ArgumentParser, text: str) -> str:
+    """Returns the refusal of an argument that a command does not take, with an option that is like it."""
+    close = difflib.get_close_matches(text.partition("=")[0], _flags(command), n=1, cutoff=0.7)
+    near = f" (did you mean {close[0]}?)" if close else ""
+    takes_keys = any(action.dest == "overrides" for action in command._actions)
+    keys = "; keys of the config have no dashes, such as run.updates=100" if takes_keys else ""
+    return f"`{command.prog}` does not take {text!r}{near}{keys}; `{command.prog} --help` lists what it takes"
+
+
+def _flags(command: argparse.ArgumentParser) -> list[str]:
+    return [option for action in command._actions for option in action.option_strings]
 
 
 class _Parser(argparse.ArgumentParser):
     """A parser whose refusals name the nearest command, the arguments that are missing, and an example."""
 
+    given: Sequence[str] = ()
+
+    def parse_known_args(self, args=None, namespace=None):
+        self.given = [] if args is None else list(args)
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
         message = message.replace(f", {OVERRIDE}", "")
         example = EXAMPLES.get(self.prog.rpartition(" ")[2])
         is_lacking = message.endswith(" is required") or "arguments are required" in message
+        if is_lacking and (unknown := self._misspelt()):
+            super().error(_not_taken(self, unknown))
         super().error(f"{message}; for example: {example}" if example and is_lacking else message)
+
+    def _misspelt(self) -> str | None:
+        """Returns the first flag that the command does not have: it may be what is lacking, written otherwise."""
+        words = [text.partition("=")[0] for text in self.given if text.startswith("--") and text != "--"]
+        return next((word for word in words if not any(flag.startswith(word) for flag in _flags(self))), None)
 
     def _get_value(self, action: argparse.Action, text: str) -> Any:
         kind: Any = action.type
@@ -334,7 +347,10 @@ def _add_schedule(verbs) -> None:
 
 
 def _add_plan(verbs) -> None:
-    text = "compute whether a config fits a machine and how fast it can run, without the machine"
+    text = (
+        "compute whether a config fits a machine and how fast it can run, without the machine; exit code 1 if it does "
+        "not fit"
+    )
     plan = _verb(verbs, "plan", text)
     _add_config(plan)
     plan.add_argument("--topology", required=True, metavar="NAME", help=TOPOLOGIES)

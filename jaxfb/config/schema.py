@@ -266,7 +266,8 @@ def _nearest(key: str, keys: list[str]) -> str | None:
     section, _, name = key.rpartition(".")
     if name in OPTIMIZER_OPTIONS and "optimizer.options" in keys:
         return f"optimizer.options.{OPTIMIZER_OPTIONS[name]}"
-    siblings = {k.rpartition(".")[2]: k for k in keys if k.rpartition(".")[0] == section}
+    named = [*keys, *(alias for alias, meant in ALIASES.items() if meant in keys)]
+    siblings = {k.rpartition(".")[2]: k for k in named if k.rpartition(".")[0] == section}
     anywhere = {k.rpartition(".")[2]: k for k in reversed(keys)}
     known = ALIASES.get(key) or SYNONYMS.get(name) or POLICY_SYNONYMS.get(name)
     known = known if known in keys else None

@@ -85,7 +85,7 @@ def timeline_figure(schedule, path: str | Path, costs: Mapping[str, float] | Non
     if path.suffix not in (".svg", ".png", ".pdf"):
         use = str(path.with_suffix(".svg"))
         raise Refused(
-            f"a timeline is written as .svg, .png or .pdf; got path={str(path)!r}; use {use!r}",
+            f"a timeline is written as .svg, .png or .pdf; got path={str(path)!r}; use path={use!r}",
             [{"path": use}],
         )
     try:

@@ -95,6 +95,9 @@ def test_config_show(capsys):
         (["chaos", "--kills", "x"], "err", "argument --kills: must be a whole number, such as 18, got 'x'\n"),
         (["chat", "a", "--top-p", "x"], "err", "argument --top-p: must be a number, such as 1, got 'x'\n"),
         (["config", "shw"], "err", "did you mean show?"),
+        (["plan", "a", "--topolgy", "v5p:4x4x4"], "err", "not take '--topolgy' (did you mean --topology?)"),
+        (["import-hf", "a", "--output=b"], "err", "not take '--output' (did you mean --out?)"),
+        (["plan", "a", "--no-comp"], "err", "required: --topology; for example"),
         (
             ["train", "quickstart", "--updates", "3"],
             "err",

@@ -66,10 +66,22 @@ def test_a_table_of_ones_own_is_read_back_and_its_bad_cell_marked(tmp_path, caps
         (["--pipe", "4"], "[schedule] --microbatches must be given, such as --pipe 4 --microbatches 8"),
         (["--pipe", "0", "--microbatches", "4"], "[schedule] --pipe 0 must be at least 1; use --pipe 1"),
         ([*SIZES[1:], "--kind", "zerobubble"], "unknown schedule 'zerobubble'; use 'zero_bubble'"),
-        ([*SIZES[1:], "--kind", "v_shape", "--chunks", "3"], "use num_chunks=2"),
+        (
+            [*SIZES[1:], "--kind", "v_shape", "--chunks", "3"],
+            "got --chunks 3; use --chunks 2, or --kind interleaved for --chunks 3\n",
+        ),
         ([*SIZES[1:], "--forward", "-1"], "--forward -1 must not be negative"),
         ([*SIZES[1:], "--compare", "--head", "1"], "leave out --head 1"),
-        ([*SIZES[1:], "--svg", "timeline.gif"], "use 'timeline.svg'"),
+        ([*SIZES[1:], "--svg", "timeline.gif"], "got --svg 'timeline.gif'; use --svg 'timeline.svg'\n"),
+        (
+            [*SIZES[1:], "--kind", "1f1b", "--pieces", "4"],
+            "--pieces 4 cuts them; use --kind seq1f1b or --pieces 1\n",
+        ),
+        ([*SIZES[1:], "--compare", "--kind", "1f1b"], "without --kind 1f1b; leave it out"),
+        (
+            [*SIZES[1:], "--compare", "--svg", "a.svg", "--out", "b"],
+            "--out b and --svg a.svg; leave them out",
+        ),
         (["--table", "nowhere.txt"], "--table=nowhere.txt is not a file"),
         (["--table", "nowhere.txt", "--pipe", "2"], "already defines sizes and kind; leave out"),
     ],
@@ -120,7 +132,20 @@ def test_a_check_that_fails_is_code_1(tmp_path, capsys, monkeypatch):
 def test_check_refuses_what_does_not_fit(tmp_path, capsys):
     config = str(write_tiny(tmp_path, mesh={"pipe": 4, "data": 1}))
     assert main(["check", config]) == 2
-    assert "2 layers do not divide into 4 stages" in capsys.readouterr().err
+    printed, said = capsys.readouterr()
+    *progress, last = said.splitlines()
+    assert not printed and progress[-1] == "  pipe=4 1f1b: refused"
+    assert last.startswith("jaxfb: no mesh and schedule could be compared with one device: mesh.pipe=4: ")
+    assert last.endswith("or parallel.layers_per_stage=[0, 1, 1, 0]") and "2 layers do not divide" in last
+
+
+def test_a_check_of_several_cases_lists_each_refusal_once(tmp_path, capsys, monkeypatch):
+    refused = [Difference(f"pipe={size}", "1f1b", refused="no; use layers_per_stage=[1]") for size in (2, 4)]
+    monkeypatch.setattr(check, "check_config", lambda *_: Equivalence("float64", 8, tuple(refused)))
+    assert main(["check", str(write_tiny(tmp_path))]) == 2
+    printed, said = capsys.readouterr()
+    assert printed.count("refused: no; use parallel.layers_per_stage=[1]\n") == 2
+    assert said.endswith("could be compared with one device; the table has the reasons\n")
 
 
 def test_a_key_with_dashes_is_told_how_keys_are_written(capsys):
