@@ -83,6 +83,13 @@ class Callback:
     Steps are numbered from 1: when step n ends, n global batches have been consumed. `metrics` are plain
     numbers by name, already on the host. The loop runs ahead of the device: `on_step_end` of a step comes
     after the next one was started. An exception raised in a hook ends the run.
+
+    Args of the hooks:
+      run: the `RunInProgress`, to be kept for the other hooks.
+      step: the number of the update.
+      batch: {name: [rows, ...] array} on the host.
+      metrics: numbers by name, of the update or the evaluation.
+      directory: where the checkpoint is written.
     """
 
     change_gradients: Callable[[Any, Any], Any] | None = None

@@ -72,16 +72,17 @@ def train(
 ) -> Result:
     """Trains from a config; everything it makes is in `config.run.dir`.
 
-    resume: continue from the newest checkpoint there, bit for bit as if it had never stopped; without one,
-      start. A run that is finished stays as it is.
-    fresh: move a run that lies there aside and start over.
-    allow_changes: resume with a config that gives the saved parameters or rows another meaning, such as another
-      model.rope_theta or text; without it that is refused.
-    callbacks: called at every hook, after the trainer's own logging.
-
     SIGINT, SIGTERM and SIGHUP end it after the update in progress, saved. On several processes every one calls this.
     One run at a time writes into a directory (`jaxfb.training.run_lock`); one that is refused changes no file there.
 
+    Args:
+      config: as `load_config` returns it.
+      resume: continue from the newest checkpoint there, bit for bit as if it had never stopped; without one,
+        start. A run that is finished stays as it is.
+      fresh: move a run that lies there aside and start over.
+      allow_changes: resume with a config that gives the saved parameters or rows another meaning, such as another
+        model.rope_theta or text; without it that is refused.
+      callbacks: called at every hook, after the trainer's own logging.
     Raises:
       ValueError: an impossible size, a missing file, a saved run in run.dir or one that is in progress, a checkpoint
         that does not fit.

@@ -32,7 +32,7 @@ def check_random(
     seed: int = 0,
     axes: Sequence[str] | None = None,
     tries: int = MOST_TRIES,
-    report: Callable[[Result], None] = lambda result: None,
+    report: Callable[[Result], None] | None = None,
 ) -> Found:
     """Runs your own model on random meshes under random schedules and options, and compares each with one device.
 
@@ -48,7 +48,7 @@ def check_random(
       axes: those that a mesh may have; None for pipe (of a `Pipelined`), data, fsdp and tensor. "context" is for
         models that know of it, and "expert" for those with experts or none at all.
       tries: how many smaller cases to try for a finding; 0 leaves it as it is.
-      report: called with every `Result` as it comes; a case takes seconds to compile.
+      report: called with every `Result` as it comes, None for nothing; a case takes seconds to compile.
     Returns:
       `Found`: print it, or call `.raise_if_found()`. A case that jaxfb refuses is listed with the reason.
     Raises:
@@ -61,7 +61,7 @@ def check_random(
         refusal.refuse("axes", axes, f"a list of some of {', '.join(AXES)}, or None")
     for axis in axes or ():
         refusal.choice("each of axes", axis, tuple(AXES))
-    refusal.function("report", report, "(result)")
+    report = (lambda result: None) if report is None else refusal.function("report", report, "(result)")
     own = check_own((model, params, batch), "check_random(model, params, batch)")
     _check_together(*own)
     around = facts(own, axes, len(jax.devices()))

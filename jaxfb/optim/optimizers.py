@@ -71,7 +71,7 @@ def make_optimizer(
     *,
     learning_rate: Rate,
     weight_decay: Rate = 0.0,
-    mask: Callable[[PyTree], PyTree] = decay_mask,
+    mask: Callable[[PyTree], PyTree] | None = None,
     **hyperparameters,
 ) -> Optimizer:
     """Makes an optimizer by name.
@@ -82,7 +82,7 @@ def make_optimizer(
       learning_rate: a number, or a function of the count of applied updates such as `lr_schedule(...)`; with
         unit="samples" a function of the `samples` handed to `update`.
       weight_decay: the same; decoupled, and multiplied by the learning rate, for every name.
-      mask: params -> tree of bool (or a prefix of it), the leaves that decay; default matrices only.
+      mask: params -> tree of bool (or a prefix of it), the leaves that decay; None: matrices only (`decay_mask`).
       hyperparameters: with their defaults,
         adamw: b1=0.9, b2=0.95, eps=1e-8, mu_dtype=None
         lion: b1=0.9, b2=0.99, mu_dtype=None
@@ -100,7 +100,7 @@ def make_optimizer(
     """
     builder = choose("optimizer", name, OPTIMIZERS)
     who = f"make_optimizer({name!r})"
-    function("mask", mask, OF_PARAMS, who=f"{who}:")
+    mask = decay_mask if mask is None else function("mask", mask, OF_PARAMS, who=f"{who}:")
     direction = build(
         who, function("name", builder, "of hyperparameters", who=who), **checked(who, hyperparameters)
     )

@@ -34,13 +34,16 @@ def post_train(
 ) -> Result:
     """Runs a post-training config, as `load_config` returns it; everything it makes is in `config.run.dir`.
 
-    task: for an `RLConfig`, used instead of the config's task: an object with the members of `jaxfb.rl.tasks.Task`.
-    resume: continue from the newest checkpoint there, bit for bit as if it had never stopped.
-    fresh: move a run that lies there aside and start over.
-    allow_changes: resume with a config that gives what is saved another meaning; without it that is refused.
-
+    Args:
+      config: an `SFTConfig`, `DPOConfig` or `RLConfig`.
+      task: for an `RLConfig`, used instead of the config's task: an object with the members of `jaxfb.rl.tasks.Task`.
+      resume: continue from the newest checkpoint there, bit for bit as if it had never stopped; without one, start.
+      fresh: move a run that lies there aside and start over.
+      allow_changes: resume with a config that gives what is saved another meaning; without it that is refused.
+      callbacks: called at every hook, after the trainer's own logging.
     Raises:
       ValueError: an impossible size, a missing file, a saved run in run.dir, a checkpoint that does not fit.
+      LostProcess: another process of the job is gone; what was saved is whole.
       NonFiniteAbort: too many updates in a row were not finite, or the state is not; of it nothing is saved.
       CannotWrite: the disk is full or not writable; the message names the update that is saved.
     """
