@@ -1743,6 +1743,20 @@ MUTATIONS = (
         "planner/test_search.py::test_the_smallest_of_those_as_fast_as_the_fastest_is_compiled_first",
     ),
     Mutation(
+        "plan_that_does_not_fit_is_a_success",
+        "planner/command.py",
+        "if verdict.fits is not False:",
+        "if True:",
+        "planner/test_plan_page.py::test_what_does_not_fit_is_answered_by_changes_with_which_it_would",
+    ),
+    Mutation(
+        "slices_of_any_size",
+        "planner/topology.py",
+        "return of_cubes or sorted(sizes) in map(sorted, SLICES[len(sizes)])",
+        "return True",
+        "planner/test_names.py::test_names_that_do_not_exist_are_refused_with_the_nearest",
+    ),
+    Mutation(
         "auto_mesh_forgets_the_run",
         "training/open_mesh.py",
         "if needed == there:",

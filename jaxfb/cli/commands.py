@@ -1,9 +1,10 @@
 """The command line: `jaxfb train configs/quickstart.yaml model.num_layers=6`; `trainer.py` does the work.
 
 Nothing heavy is imported until a config has been read and found legal, so a typo costs half a second.
-Exit codes: 0 done; 1 a check that failed; 2 a refused command or config (one sentence, no traceback); 74 something
-could not be written or read, as on a full disk; 75 stopped by a signal, saved, to be resumed; 76 another process of
-the job was lost; 78 given up because updates stayed non-finite or spikes kept coming; 79 a device computes wrongly.
+Exit codes: 0 done; 1 a check that failed, or a plan that does not fit; 2 a refused command or config (one sentence, no
+traceback); 74 something could not be written or read, as on a full disk; 75 stopped by a signal, saved, to be resumed;
+76 another process of the job was lost; 78 given up because updates stayed non-finite or spikes kept coming; 79 a device
+computes wrongly; 130 and 143 ended at once by Ctrl-C or SIGTERM, a training run only by a second one.
 """
 
 from __future__ import annotations

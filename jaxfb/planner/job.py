@@ -17,7 +17,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 from jaxfb.batch_plan import BatchPlan
 from jaxfb.config import Config
 from jaxfb.forward_backward import Microbatches, specs_of
-from jaxfb.mesh import AXES, mesh_sizes
+from jaxfb.mesh import AXES, SHARD_AXES, mesh_sizes
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import transformer
 from jaxfb.parallel.expert import check_expert_divides
@@ -132,12 +132,13 @@ def bytes_per_device(tree: PyTree, bytes_of: Callable[[Sequence[int], int], int]
     return sum(bytes_of(_shard_shape(leaf), _itemsize(leaf.dtype)) for leaf in jax.tree.leaves(tree))
 
 
-def uncut_share(params: PyTree, axes: Sequence[str]) -> float:
-    """Returns the share of the parameters' bytes that none of the axes cuts; 0 without axes."""
+def uncut_share(params: PyTree, mesh: Mesh | AbstractMesh) -> float:
+    """Returns the share of the parameters' bytes that no axis of `SHARD_AXES` cuts; 0 where none is larger than 1."""
+    axes = {axis for axis in SHARD_AXES if mesh.shape.get(axis, 1) > 1}
     if not axes:
         return 0.0
     sizes = [(leaf, dense_bytes(leaf.shape, leaf.dtype.itemsize)) for leaf in jax.tree.leaves(params)]
-    whole = sum(size for leaf, size in sizes if not _axes_of(leaf) & set(axes))
+    whole = sum(size for leaf, size in sizes if not _axes_of(leaf) & axes)
     return whole / sum(size for _, size in sizes)
 
 

@@ -80,8 +80,8 @@ def _head(name: str, verdict: Verdict) -> Iterator[str]:
 def memory_table(verdict: Verdict) -> Iterator[str]:
     """Yields the lines of the memory that a device needs."""
     counted, compiled = verdict.estimate, verdict.compiled
-    answered, refused = isinstance(compiled, Compiled), isinstance(compiled, TooLarge)
-    columns = f"{'compiler':>12}" if answered or refused else ""
+    answered = isinstance(compiled, Compiled)
+    columns = f"{'compiler':>12}" if compiled is not None else ""
     yield f"{f'memory a {_device(verdict)}':<26}{'formula':>12}{columns}"
     rows = [
         ("parameters", counted.parameters, None),
@@ -102,7 +102,7 @@ def memory_table(verdict: Verdict) -> Iterator[str]:
             max(counted.total, counted.arguments + phases) + kept,
             max(compiled.total, compiled.arguments + phases) + kept
             if isinstance(compiled, Compiled)
-            else refused and verdict.needed,
+            else compiled and verdict.needed,
         )
     ]
     for name, ours, theirs in rows:

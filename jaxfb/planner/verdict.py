@@ -10,7 +10,6 @@ import jax
 
 from jaxfb.config import Config
 from jaxfb.config.post_training import PostTrainingConfig
-from jaxfb.mesh import shard_axes
 from jaxfb.models.config import flops_per_token, num_params
 from jaxfb.parallel.host_memory import is_on_host
 from jaxfb.planner import gpu, tpu
@@ -231,7 +230,7 @@ def _of_update(config: Config, topology: Topology) -> Verdict:
         model_flops=per_token * job.tokens / topology.num_devices,
         estimate=_estimate(config, job, topology),
         compiled=None,
-        uncut=uncut_share(job.state.params, shard_axes(job.mesh)),
+        uncut=uncut_share(job.state.params, job.mesh),
     )
 
 

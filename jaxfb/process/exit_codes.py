@@ -2,7 +2,7 @@
 
 DONE = 0
 FAILED = 1
-"""A check found a difference, or a bug ended the process."""
+"""A check found a difference, a plan does not fit, or a bug ended the process."""
 REFUSED = 2
 UNWRITTEN = 74
 """Something could not be written or read, as on a full disk."""
