@@ -71,7 +71,9 @@ def of_model(directory: Path, config: Any) -> dict[str, str]:
     """
     update, source = RunDirectory(directory).newest_update(), weights_of(directory, config)
     weights = of_run(directory) if update is not None or source is None else of_weights(source)
-    places = dict.fromkeys([directory, directory / CARRIED, *([] if source is None else [source])])
+    places: list[Path] = [directory, directory / CARRIED]
+    if source is not None and source not in places:
+        places.append(source)
     return {
         "weights": weights,
         "tokenizer and chat": _digits(place / name for place in places for name in _OF_TEXT),

@@ -6,6 +6,7 @@ import hashlib
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 PyTree = Any
@@ -45,7 +46,7 @@ def _leaves(tree: PyTree) -> dict[str, Any]:
 
 def _is_readable(leaf: Any) -> bool:
     if isinstance(leaf, jax.Array):
-        return leaf.is_fully_addressable and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
+        return leaf.is_fully_addressable and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
     return isinstance(leaf, np.ndarray | np.generic) and not leaf.dtype.hasobject
 
 
