@@ -16,21 +16,17 @@ import pytest
 
 FOLDER = Path(__file__).parent
 LISTED = {mark: frozenset((FOLDER / f"{mark}.txt").read_text().splitlines()) for mark in ("slow", "thorough")}
+STALE = pytest.StashKey[list[str]]()
+"""Where the config keeps listed tests that are not in the whole suite, if that was collected; a test looks there."""
 
 
 def mark(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks the listed tests among `items`.
-
-    Raises:
-      pytest.UsageError: the whole suite was collected, and a listed test is not in it.
-    """
+    """Marks the listed tests among `items`."""
     if any("::" in argument for argument in config.args):
         return
+    there = {item.nodeid: item for item in items}
     for name, ids in LISTED.items():
-        listed = [item for item in items if item.nodeid in ids]
-        for item in listed:
-            item.add_marker(getattr(pytest.mark, name))
-        if config.args == config.getini("testpaths") and (missing := ids - {item.nodeid for item in listed}):
-            raise pytest.UsageError(
-                f"tests/{name}.txt names tests that are not there: {', '.join(sorted(missing))}"
-            )
+        for one in ids & there.keys():
+            there[one].add_marker(getattr(pytest.mark, name))
+    if config.args == config.getini("testpaths"):
+        config.stash[STALE] = sorted(set().union(*LISTED.values()) - there.keys())

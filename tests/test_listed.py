@@ -1,4 +1,4 @@
-"""Listed tests get the list's mark, unless the command line names a test, and a list with stale names is refused."""
+"""Listed tests get the list's mark, unless the command line names a test, and the lists name only tests that exist."""
 
 from types import SimpleNamespace
 
@@ -16,8 +16,12 @@ def marked(args, ids):
         SimpleNamespace(nodeid=one, add_marker=lambda mark, one=one: found.append((one, mark.name)))
         for one in ids
     ]
-    listed.mark(SimpleNamespace(args=args, getini=lambda name: ["tests"]), items)
+    listed.mark(config_of(args), items)
     return sorted(found)
+
+
+def config_of(args):
+    return SimpleNamespace(args=args, getini=lambda name: ["tests"], stash=pytest.Stash())
 
 
 def test_listed_tests_are_marked_and_no_others():
@@ -33,6 +37,11 @@ def test_a_test_that_is_named_runs():
     assert marked([LISTED], [LISTED]) == []
 
 
-def test_a_listed_test_that_is_not_in_the_whole_suite_is_refused():
-    with pytest.raises(pytest.UsageError, match="names tests that are not there"):
-        marked(["tests"], [OTHER])
+def test_a_listed_test_that_is_not_in_the_whole_suite_is_stale():
+    config = config_of(["tests"])
+    listed.mark(config, [])
+    assert config.stash[listed.STALE] == [one for one, _ in ALL]
+
+
+def test_the_lists_name_only_tests_that_exist(request):
+    assert request.config.stash.get(listed.STALE, []) == []

@@ -321,7 +321,7 @@ class _Loop:
     def _save(self) -> None:
         if (
             self._hosts.count > 1
-        ):  # each writes a part of the arrays, so a checkpoint of different ones is of no state
+        ):  # each writes a part of the arrays: those of different copies are of no one state
             self._guard.check_copies()
         if self._run.save():
             self._hooks.on_save(self._run.done, self._run.directory.checkpoints / str(self._run.done))
