@@ -136,7 +136,7 @@ CALLS = [
             "name": one_of(("adamw", "lion", "adafactor", "muon", "sgd")),
             "learning_rate": one_number,
             "weight_decay": one_number,
-            "mask": functions,
+            "mask": lambda value: value is None or functions(value),
             "b1": fraction,
             "b2": fraction,
             "eps": not_negative,

@@ -53,6 +53,14 @@ def compiler(monkeypatch):
     return stand_in
 
 
+@pytest.fixture
+def ctrl_c():
+    """SIGINT raises, as in a terminal: processes in the background ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def run(directory):
     return main(["plan", *SMALL, "--out", str(directory), *SIZES, "parallel.remat=full"])
 
@@ -63,6 +71,7 @@ def answered(directory):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.usefixtures("ctrl_c")
 def test_a_stopped_search_keeps_what_it_found_and_goes_on_from_there(compiler, tmp_path, capsys, number):
     compiler.answers[:] = [ANSWER, number]
     before = signal.getsignal(signal.SIGTERM)

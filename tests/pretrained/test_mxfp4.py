@@ -15,7 +15,7 @@ from jaxfb.pretrained import export_model, load_params, mxfp4, open_repository, 
 MODEL = dict(
     model_type="gpt_oss", vocab_size=8, hidden_size=32, intermediate_size=64, num_hidden_layers=2, head_dim=4,
     num_attention_heads=2, num_key_value_heads=1, num_local_experts=3, num_experts_per_tok=2, rms_norm_eps=1e-5,
-    rope_theta=1000.0, sliding_window=4,
+    rope_parameters={"rope_type": "default", "rope_theta": 1000.0}, sliding_window=4,
 )  # fmt: skip
 
 
