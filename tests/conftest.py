@@ -17,6 +17,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import gc  # noqa: E402
 import json  # noqa: E402
+import shutil  # noqa: E402
 
 import environment  # noqa: E402
 import jax  # noqa: E402
@@ -72,6 +73,12 @@ def names_of_one_file():
 def golden():
     """golden("hf_schedules.json") -> the parsed file."""
     return lambda name: json.loads((GOLDEN / name).read_text())
+
+
+@pytest.fixture
+def copied(tmp_path):
+    """A directory of Hugging Face files, a tiny Llama, that the test may change."""
+    return shutil.copytree(GOLDEN / "hf_llama_tiny", tmp_path / "model")
 
 
 def pytest_sessionfinish(session):

@@ -16,8 +16,9 @@ import pytest
 
 FOLDER = Path(__file__).parent
 LISTED = {mark: frozenset((FOLDER / f"{mark}.txt").read_text().splitlines()) for mark in ("slow", "thorough")}
-STALE = pytest.StashKey[list[str]]()
-"""Where the config keeps listed tests that are not in the whole suite, if that was collected; a test looks there."""
+STALE, FAST = pytest.StashKey[list[str]](), pytest.StashKey[set[str]]()
+"""What the config keeps of the whole suite, if that was collected: listed tests that are not in it, and the functions
+of which `make test-fast` runs a case. Tests look there."""
 
 
 def mark(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -30,3 +31,9 @@ def mark(config: pytest.Config, items: list[pytest.Item]) -> None:
             there[one].add_marker(getattr(pytest.mark, name))
     if config.args == config.getini("testpaths"):
         config.stash[STALE] = sorted(set().union(*LISTED.values()) - there.keys())
+        config.stash[FAST] = {item.nodeid.partition("[")[0] for item in items if not _is_left_out(item)}
+
+
+def _is_left_out(item: pytest.Item) -> bool:
+    """Returns whether `make test-fast` leaves a test out."""
+    return any(item.get_closest_marker(name) for name in LISTED)

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import listed
 import pytest
+from mutations import MUTATIONS
 
 ALL = sorted((one, mark) for mark, ids in listed.LISTED.items() for one in ids)
 (LISTED, MARK), OTHER = ALL[0], "tests/test_listed.py::other"
@@ -13,7 +14,11 @@ def marked(args, ids):
     """Returns (id, mark) of the tests that `mark` marks; args: those of pytest's command line."""
     found = []
     items = [
-        SimpleNamespace(nodeid=one, add_marker=lambda mark, one=one: found.append((one, mark.name)))
+        SimpleNamespace(
+            nodeid=one,
+            add_marker=lambda mark, one=one: found.append((one, mark.name)),
+            get_closest_marker=lambda name: None,
+        )
         for one in ids
     ]
     listed.mark(config_of(args), items)
@@ -45,3 +50,8 @@ def test_a_listed_test_that_is_not_in_the_whole_suite_is_stale():
 
 def test_the_lists_name_only_tests_that_exist(request):
     assert request.config.stash.get(listed.STALE, []) == []
+
+
+def test_a_fast_case_notices_each_mistake_made_on_purpose(request):
+    named = {f"tests/{one.test}" for one in MUTATIONS}
+    assert sorted(named - request.config.stash.get(listed.FAST, named)) == []

@@ -43,18 +43,28 @@ def check(options) -> int:
         ),
     )
     found = _as_typed(found, options)
-    if len(found.differences) > 1 or found.ran:
-        print(found)
-    if len(found.differences) > 1 and not found.ran:
-        raise Refused(
-            "[check] no mesh and schedule could be compared with one device; the table has the reasons"
-        )
+    _show(found)
     try:
         found.raise_if_above(options.tolerance)
     except AssertionError as error:
         print(f"jaxfb: {str(error).partition(chr(10))[0]}", file=sys.stderr)
         return FAILED
     return 0
+
+
+def _show(found: Equivalence) -> None:
+    """Prints the table of what was compared.
+
+    Raises:
+      ValueError: nothing could be compared. The reason of a single case is left to `raise_if_above`.
+    """
+    if not found.ran and len(found.differences) == 1:
+        return
+    print(found)
+    if not found.ran:
+        raise Refused(
+            "[check] no mesh and schedule could be compared with one device; the table has the reasons"
+        )
 
 
 def _as_typed(found: Equivalence, options) -> Equivalence:

@@ -144,7 +144,7 @@ def check_task(task: Any, chat: Chat) -> list[np.ndarray]:
 
 
 def fingerprint(task: Task, prompts: Sequence[np.ndarray]) -> str:
-    """Returns 16 hexadecimal digits of the problems of a task, in their order; how it judges has no part in them.
+    """Returns 16 hexadecimal digits of the problems of a task, in their order; its functions are left out.
 
     prompts: as `check_task` returns them.
     """

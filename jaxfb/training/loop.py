@@ -319,9 +319,8 @@ class _Loop:
         self._hooks.on_eval(self._run.done, self._or_save_first(self._run.evaluate))
 
     def _save(self) -> None:
-        if (
-            self._hosts.count > 1
-        ):  # each writes a part of the arrays: those of different copies are of no one state
+        if self._hosts.count > 1 and not self._run.is_saved:
+            # each process writes a part of the arrays; parts of copies that differ are of no one state
             self._guard.check_copies()
         if self._run.save():
             self._hooks.on_save(self._run.done, self._run.directory.checkpoints / str(self._run.done))

@@ -16,7 +16,7 @@ MOST_BYTES, MOST_ROWS = 2**26, 2**12
 def fingerprint(rows: PyTree, num_rows: int) -> str:
     """Returns 16 hexadecimal digits of the values of rows; of many only samples, evenly over them.
 
-    Objects, and arrays of which other processes have parts, have no part in it.
+    Objects, and arrays that are cut over several processes, are left out.
 
     Args:
       rows: a list of rows, of which at most 4096 are read; or a tree of arrays [num_rows, ...], of which at most 64 MiB

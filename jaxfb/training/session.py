@@ -300,6 +300,11 @@ class Run(AbstractContextManager["Run"]):
             self.metrics, self._evaluated_at = found, self.done
         return found
 
+    @property
+    def is_saved(self) -> bool:
+        """Returns whether this very state was handed to the checkpoint writer."""
+        return self._saved == self.done
+
     def save(self) -> bool:
         """Hands the state to the checkpoint writer; False if this very state is saved already.
 
@@ -307,7 +312,7 @@ class Run(AbstractContextManager["Run"]):
           NonFiniteAbort: the state holds a nan or an inf; nothing is saved of it.
           CannotWrite: this save failed, or the one before, or the run directory is gone.
         """
-        if self._saved == self.done:
+        if self.is_saved:
             return False
         if not self.directory.is_run():
             raise CannotWrite(

@@ -1,7 +1,6 @@
 """Which files of a directory hold the weights, and in which dtype each tensor is written."""
 
 import json
-import shutil
 from pathlib import Path
 
 import jax
@@ -17,13 +16,6 @@ from jaxfb.refusal import Refused
 from jaxfb.training import hugging_face
 
 GOLDEN = Path(__file__).parent.parent / "golden"
-
-
-@pytest.fixture
-def copied(tmp_path):
-    target = tmp_path / "model"
-    shutil.copytree(GOLDEN / "hf_llama_tiny", target)
-    return target
 
 
 def loaded(directory):

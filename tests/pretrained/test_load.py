@@ -1,7 +1,6 @@
 """Directories of Hugging Face files: read onto meshes, written back bit for bit, refused with a list."""
 
 import json
-import shutil
 from pathlib import Path
 
 import chex
@@ -121,13 +120,6 @@ def test_bfloat16_goes_through_unchanged(tmp_path):
     again, _, params_again = loaded(tmp_path / "out", dtype=jnp.bfloat16)
     chex.assert_trees_all_equal(params, params_again)
     assert again.config["dtype"] == "bfloat16" and {t[2] for t in again.tensors.values()} == {"BF16"}
-
-
-@pytest.fixture
-def copied(tmp_path):
-    target = tmp_path / "model"
-    shutil.copytree(GOLDEN / "hf_llama_tiny", target)
-    return target
 
 
 def refusal(directory):

@@ -36,7 +36,9 @@ def _sizes(values: Values) -> dict[str, Any]:
     refuse(values, attention_bias=True, swiglu_alpha=1.702, swiglu_limit=7.0)
     values.integer_or_none("experts_per_token")  # what else num_experts_per_tok is called in the same file
     if not (values.get("rope_parameters") or values.get("rope_scaling")):
-        raise KeyError("rope_parameters")  # transformers would scale the positions then
+        raise KeyError(
+            "rope_parameters"
+        )  # without it transformers takes a YaRN scaling of its default config
     window, number = values.integer_or_none("sliding_window", 128), values.integer("num_hidden_layers")
     types = types_of(values, [FULL if layer % 2 else SLIDING for layer in range(number)])
     kinds = [LayerKind(window=one) for one in windows_of(types, window)]
