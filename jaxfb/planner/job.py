@@ -71,7 +71,11 @@ def make_job(config: Config, mesh: Mesh | AbstractMesh, sizes: TransformerConfig
     Raises:
       ValueError: what `jaxfb train` would refuse before it compiles.
     """
-    sizes = sizes or model_sizes(config)
+    with setup.with_float64(config):
+        return _made_job(config, mesh, sizes or model_sizes(config))
+
+
+def _made_job(config: Config, mesh: Mesh | AbstractMesh, sizes: TransformerConfig) -> Job:
     on: Any = mesh  # sizes and names of its axes are all that is read of it
     check_tensor_divides(sizes, mesh.shape["tensor"])
     check_expert_divides(sizes, mesh.shape["expert"])

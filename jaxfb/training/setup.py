@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, TypeVar
@@ -378,9 +378,14 @@ def param_dtype(config: AnyConfig) -> Any:
 
 
 def enable_float64(config: AnyConfig) -> None:
-    """Enables float64 arrays in JAX, once for the process."""
+    """Enables float64 arrays in JAX where the config asks for them, for the rest of the process."""
     if config.precision.compute_dtype == "float64":
         jax.config.update("jax_enable_x64", True)
+
+
+def with_float64(config: AnyConfig) -> AbstractContextManager[Any]:
+    """Returns a context in which JAX has the float64 arrays that the config asks for: for a plan, which is no run."""
+    return jax.enable_x64(True) if config.precision.compute_dtype == "float64" else nullcontext()
 
 
 def step_options(config: AnyConfig) -> dict[str, Any]:

@@ -1,7 +1,9 @@
 """The formula that orders layouts: as a count of ticks gives, and near what compilers answered."""
 
+import warnings
 from dataclasses import replace
 
+import jax
 import pytest
 
 from jaxfb.config import load_config
@@ -476,3 +478,15 @@ def test_short_products_in_loops_wait_for_permutes_over_tensor():
     assert loop_seconds(plain, model_sizes(plain), topology) == 0
     other = parse_topology("gpu:h100x512")
     assert loop_seconds(config, sizes, other) == 0
+
+
+def test_a_config_in_float64_is_counted_in_64_bits_outside_tests_too():
+    """Where JAX has 32 bits until a run asks for more; after the plan it has them still."""
+    twice, topology = {}, parse_topology("cpu:1")
+    with jax.enable_x64(False), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for dtype in ("float32", "float64"):
+            config = load_config("configs/quickstart.yaml", [f"precision.compute_dtype={dtype}"])
+            twice[dtype] = estimated(config, topology).estimate.parameters
+        assert jax.numpy.zeros(1, float).dtype == "float32"
+    assert twice["float64"] == 2 * twice["float32"]
