@@ -200,7 +200,7 @@ def test_the_local_recipe_trains(tmp_path, data):
         "PYTHON": sys.executable,
         "DEVICES": "2",
         "PYTHONPATH": str(ROOT),
-        "XLA_FLAGS": "",
+        "XLA_FLAGS": flags(),
     }
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0 and "1/1  loss" in done.stdout, done.stderr
