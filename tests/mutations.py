@@ -1115,6 +1115,20 @@ MUTATIONS = (
         "training/test_records_kept.py::test_records_that_could_not_be_written_are_there_once_the_run_has_continued",
     ),
     Mutation(
+        "what_another_process_cannot_read_is_used",
+        "checkpoint/together.py",
+        "        if reason is not None:",
+        "        if reason is not None and failed:",
+        "checkpoint/test_together.py::test_a_step_that_another_process_cannot_read_is_passed_over_here_too",
+    ),
+    Mutation(
+        "a_lost_process_is_taken_for_damage",
+        "checkpoint/store.py",
+        "except (Mismatch, *NOT_OF_A_FILE):",
+        "except Mismatch:",
+        "checkpoint/test_together.py::test_a_lost_process_or_too_little_memory_is_no_damage",
+    ),
+    Mutation(
         "a_late_signal_is_not_saved",
         "training/loop.py",
         "            self._or_back(self._save_late)\n",

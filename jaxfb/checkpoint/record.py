@@ -47,13 +47,18 @@ class RecordHandler(ocp.handlers.CheckpointableHandler[Future, None]):
         """Returns None: the name of the part decides."""
 
 
-def context() -> ocp.Context:
+def context(alone: bool = False) -> ocp.Context:
     """Returns Orbax's settings: the record is one readable JSON file, not a tree of arrays; large arrays are stored in
     pieces.
+
+    alone: this process waits for no other one.
     """
     registry = ocp.handlers.local_registry()
     registry.add(RecordHandler, checkpointable_name=RECORD)
     settings = ocp.Context()
     settings.checkpointables.registry = registry
     settings.array.saving.scoped_storage_options_creator = storage_of
+    if alone:
+        settings.multiprocessing.active_processes = {jax.process_index()}
+        settings.multiprocessing.primary_host = jax.process_index()
     return settings

@@ -40,6 +40,7 @@ from jaxfb.checkpoint.manifest import (
 from jaxfb.checkpoint.record import RECORD, context
 from jaxfb.checkpoint.step_directories import DAMAGED_SUFFIX, remove_unfinished, steps_in, unused
 from jaxfb.checkpoint.stored_parts import StoredArrays
+from jaxfb.checkpoint.together import NOT_OF_A_FILE, gathered, read_by_all
 from jaxfb.parallel.totals import checksums
 from jaxfb.process.fault_points import reach, watch_renames
 from jaxfb.refusal import INT64, Missing, Refused, StorageError, boolean, instance, integer, refuse
@@ -158,12 +159,13 @@ class CheckpointStore:
         named_leaves(abstract_state)
         abstract_state = as_saved(abstract_state)
         if step is not None:
-            return self._load(self.existing(step), abstract_state, partial)
+            integer("step", step, who=WHO, least=0, most=INT64)
+            return self._load(step, abstract_state, partial)
         reasons = []
-        for candidate in reversed(steps_in(self.directory)):
+        for candidate in self._candidates():
             try:
                 return self._load(candidate, abstract_state, partial)
-            except Mismatch:
+            except (Mismatch, *NOT_OF_A_FILE):
                 raise
             except Exception as error:  # damage shows up as any of a dozen storage errors
                 reasons.append(f"step {candidate} {damage(self.directory / str(candidate), error)}")
@@ -312,17 +314,31 @@ class CheckpointStore:
                 (self.directory / str(step)).rename(target)
                 log.warning("[checkpoint] step %d cannot be read; set aside as %s", step, target)
 
+    def _candidates(self) -> list[int]:
+        """Returns the steps to try, newest first: those whose directory every process sees."""
+        there = [set(steps) for steps in gathered(steps_in(self.directory))]
+        return sorted(set.intersection(*there), reverse=True)
+
     def _load(self, step: int, abstract_state: Any, partial: bool) -> tuple[Any, dict]:
-        self.check_fit(abstract_state, step, partial)
+        """Returns state and host values of a step that every process can read; none has it if one cannot."""
+        path = self.directory / str(step)
+        record, loaded = read_by_all(
+            lambda: self._read(step, abstract_state, partial), step, lambda error: damage(path, error)
+        )
+        check_sums(record.get("sums", {}), loaded, step)
+        state = jax.tree.unflatten(jax.tree.structure(abstract_state), list(loaded.values()))
+        return state, record["host"]
+
+    def _read(self, step: int, abstract_state: Any, partial: bool) -> tuple[dict, dict[str, Any]]:
+        """Returns the record of a step, and its arrays by name; this process alone reads, and waits for no other."""
+        self.check_fit(abstract_state, self.existing(step), partial)
         record = self._record(step)
         wanted = {name: abstract_leaf(leaf) for name, leaf in named_leaves(abstract_state).items()}
         skipped = {name: ocp.PLACEHOLDER for name in record["leaves"] if name not in wanted}
-        with context():
+        with context(alone=True):
             path = self.directory / str(step)
             loaded = ocp.load_checkpointables(path, {"state": {**wanted, **skipped}})["state"]
-        check_sums(record.get("sums", {}), {name: loaded[name] for name in wanted}, step)
-        leaves = [loaded[name] for name in wanted]
-        return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves), record["host"]
+        return record, {name: loaded[name] for name in wanted}
 
     def _record(self, step: int) -> dict:
         # Read as a file: Orbax's reading is a collective, and one process may look at steps alone.

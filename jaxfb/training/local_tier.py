@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxfb.checkpoint.together import gathered
 from jaxfb.config.operation import LocalConfig
 from jaxfb.process.fault_points import reach
 from jaxfb.training import neighbours
@@ -75,7 +76,7 @@ class LocalTier:
         """
         kind = kind_of(state)
         if not self._kinds:
-            hosts, self._kinds = zip(*neighbours.gathered([socket.gethostname(), kind]), strict=True)
+            hosts, self._kinds = zip(*gathered([socket.gethostname(), kind]), strict=True)
             self._shift = shift(hosts, self._kinds)
         body = taken(state, host)
         name = Name(update, NONE if base is None else base, kind)
@@ -103,7 +104,7 @@ class LocalTier:
             update, kinds, sources = found
             wanted = {kinds[process] for process, source in enumerate(sources) if source == me}
             bodies = {one: body for one in wanted if (body := self._read(files, update, one)) is not None}
-            if not all(neighbours.gathered(len(bodies) == len(wanted))):
+            if not all(gathered(len(bodies) == len(wanted))):
                 continue
             body: Any = bodies.get(kind) if sources[me] == me else None
             for process, source in enumerate(sources):
@@ -157,7 +158,7 @@ class LocalTier:
     ) -> tuple[int, Sequence[str], Sequence[int]] | None:
         """Returns the update to restore, the kind of each process and who gives it; equal on every process."""
         there = sorted(key for key, paths in files.items() if paths)
-        kinds, everyone = zip(*neighbours.gathered([kind, there]), strict=True)
+        kinds, everyone = zip(*gathered([kind, there]), strict=True)
         found = chosen(kinds, [{(update, one) for update, one in each} for each in everyone])
         return found and (found[0], kinds, found[1])
 

@@ -5,31 +5,19 @@ Every process calls each function, in the same order.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxfb.checkpoint.together import gathered
+
 AXIS = "process"
 CHUNK = 2**26  # bytes of a device's memory that a transfer takes, twice
-
-
-def gathered(value: Any) -> list[Any]:
-    """Returns the JSON values of all processes, in their order."""
-    if jax.process_count() == 1:
-        return [value]
-    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    lengths = np.ravel(multihost_utils.process_allgather(np.array([text.size], np.int32)))
-    padded = np.zeros(int(lengths.max()), np.uint8)
-    padded[: text.size] = text
-    rows = multihost_utils.process_allgather(padded)
-    return [json.loads(row[:length].tobytes()) for row, length in zip(rows, lengths, strict=True)]
 
 
 def shifted(body: np.ndarray, by: int) -> np.ndarray:

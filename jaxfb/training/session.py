@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jaxfb.checkpoint.store import CannotWrite, CheckpointStore
+from jaxfb.checkpoint.together import gathered
 from jaxfb.config import config_to_dict
 from jaxfb.process.fault_points import reach
 from jaxfb.process.position import here
@@ -22,7 +23,6 @@ from jaxfb.training.changes import changes_between, check_changes, listing
 from jaxfb.training.goodput import Goodput
 from jaxfb.training.guard import NonFiniteAbort, listed, unsound_leaves
 from jaxfb.training.local_tier import LocalTier
-from jaxfb.training.neighbours import gathered
 from jaxfb.training.run_dir import RunDirectory
 
 if TYPE_CHECKING:

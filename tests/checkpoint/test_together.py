@@ -1,0 +1,89 @@
+"""Several processes read the same checkpoint: one that any of them cannot read is passed over by all."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxfb.checkpoint import store as checkpoint
+from jaxfb.checkpoint import together
+from jaxfb.checkpoint.store import CheckpointStore
+from jaxfb.refusal import Missing, StorageError
+
+STATE = {"w": jnp.arange(6.0)}
+
+
+@pytest.fixture
+def saved(tmp_path):
+    with CheckpointStore(tmp_path / "c", keep=3) as store:
+        for step in (1, 2, 3):
+            store.save(step, STATE, {"step": step})
+    return tmp_path / "c"
+
+
+def other_process(monkeypatch, says):
+    """Lets this process be number 0 of two; says: what it gathers -> what process 1 has there."""
+    reading = lambda read, step, describe: together.read_by_all(  # noqa: E731
+        read, step, describe, gather=lambda value: [value, says(value, step)]
+    )
+    monkeypatch.setattr(checkpoint, "read_by_all", reading)
+
+
+def test_a_step_that_another_process_cannot_read_is_passed_over_here_too(saved, monkeypatch, caplog):
+    other_process(monkeypatch, lambda value, step: "is damaged: it is cut" if step == 3 else None)
+    _, host = CheckpointStore(saved).restore(STATE)
+    assert host == {"step": 2}
+    assert "step 3 is damaged: it is cut (found by process 1)" in caplog.text
+
+
+def test_the_others_are_told_of_a_step_that_this_process_cannot_read(saved, monkeypatch):
+    (saved / "3" / "jaxfb" / "data.json").unlink()
+    told = []
+    other_process(monkeypatch, lambda value, step: told.append((step, value)))
+    _, host = CheckpointStore(saved).restore(STATE)
+    assert host == {"step": 2}
+    assert told == [(3, "is damaged: jaxfb/data.json is missing"), (2, None)]
+
+
+def test_a_step_that_one_process_does_not_see_is_no_candidate(saved, monkeypatch):
+    monkeypatch.setattr(checkpoint, "gathered", lambda steps: [steps, [1, 2]])
+    assert CheckpointStore(saved).restore(STATE)[1] == {"step": 2}
+
+
+def test_a_given_step_that_only_this_process_does_not_see_is_told_to_the_others(saved, monkeypatch):
+    told = []
+    other_process(monkeypatch, lambda value, step: told.append(value))
+    with pytest.raises(Missing, match="no checkpoint of step 9"):
+        CheckpointStore(saved).restore(STATE, step=9)
+    assert len(told) == 1 and told[0]
+
+
+@pytest.mark.parametrize("error", [jax.errors.JaxRuntimeError("Connection closed by peer"), MemoryError()])
+@pytest.mark.parametrize("where", ["read", "compared"])
+def test_a_lost_process_or_too_little_memory_is_no_damage(saved, monkeypatch, error, where, caplog):
+    """Good checkpoints would be passed over, and the run begin at an older one, or be refused."""
+
+    def fail(*_):
+        raise error
+
+    if where == "read":
+        monkeypatch.setattr(checkpoint.ocp, "load_checkpointables", fail)
+    else:
+        monkeypatch.setattr(checkpoint, "check_sums", fail)
+    store = CheckpointStore(saved)
+    with pytest.raises(type(error)):
+        store.restore(STATE)
+    assert store.latest() == 3 and not caplog.text
+
+
+def test_what_one_process_reads_waits_for_no_other(saved, monkeypatch):
+    """Orbax's own barriers wait, for minutes, for a process that found its part damaged."""
+    asked, context = [], checkpoint.context
+    monkeypatch.setattr(checkpoint, "context", lambda alone=False: asked.append(alone) or context(alone))
+    CheckpointStore(saved).restore(STATE)
+    assert asked == [True]
+    assert context(alone=True).multiprocessing.active_processes == {jax.process_index()}
+
+
+def test_an_error_of_another_process_alone_is_one_of_storage():
+    with pytest.raises(StorageError, match=r"step 4 is gone \(found by process 1\)"):
+        together.read_by_all(lambda: 1, 4, str, gather=lambda value: [value, "is gone"])
