@@ -1129,6 +1129,13 @@ MUTATIONS = (
         "checkpoint/test_together.py::test_a_lost_process_or_too_little_memory_is_no_damage",
     ),
     Mutation(
+        "a_process_that_cannot_write_waits_for_the_others",
+        "checkpoint/write_errors.py",
+        "        if error and IN_BACKGROUND in text:",
+        "        if error and not text:",
+        "checkpoint/test_write_errors.py::test_of_several_processes_one_that_cannot_write_ends_at_once",
+    ),
+    Mutation(
         "a_late_signal_is_not_saved",
         "training/loop.py",
         "            self._or_back(self._save_late)\n",

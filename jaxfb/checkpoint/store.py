@@ -41,12 +41,14 @@ from jaxfb.checkpoint.record import RECORD, context
 from jaxfb.checkpoint.step_directories import DAMAGED_SUFFIX, remove_unfinished, steps_in, unused
 from jaxfb.checkpoint.stored_parts import StoredArrays
 from jaxfb.checkpoint.together import NOT_OF_A_FILE, gathered, read_by_all
+from jaxfb.checkpoint.write_errors import WriteErrors, wait_for
 from jaxfb.parallel.totals import checksums
 from jaxfb.process.fault_points import reach, watch_renames
 from jaxfb.refusal import INT64, Missing, Refused, StorageError, boolean, instance, integer, refuse
 from jaxfb.update.pipeline_state import as_saved
 
 log = logging.getLogger(__name__)
+write_errors = WriteErrors()
 
 FORMAT, WITHOUT_SUMS = 2, 1
 
@@ -120,6 +122,7 @@ class CheckpointStore:
                 "into another run directory"
             )
         reach("save")
+        write_errors.forget(self.directory)
         try:
             self._pending = _begun_save(writer, step, leaves, content, self._score(host))
         except OSError as error:
@@ -242,7 +245,10 @@ class CheckpointStore:
         if pending is None:
             return
         try:
-            pending.result()
+            if jax.process_count() > 1:
+                wait_for(pending.result, lambda: write_errors.of(self.directory))
+            else:
+                pending.result()
             reach("save.done")
         except BaseException as error:
             self._abandon_writer()
@@ -269,14 +275,15 @@ class CheckpointStore:
     def _abandon_writer(self) -> None:
         """Replaces the writer, because Orbax repeats a failed save's error at every later call."""
         writer, self._writer = self._writer, None
-        if writer is not None:
+        # of several processes the others may not come to the end of the save, for which closing would wait
+        if writer is not None and jax.process_count() == 1:
             with contextlib.suppress(Exception):
                 writer.close()
 
     def _open_writer(self) -> ocp.training.Checkpointer:
         self._clear()
         watch_renames(self.directory)
-        logging.getLogger("absl").addFilter(_is_reported_elsewhere)
+        logging.getLogger("absl").addFilter(write_errors)
         policies: Any = ocp.training.preservation_policies
         keep = [policies.LatestN(self._keep)]
         if self.keep_best is not None:
@@ -394,11 +401,6 @@ def _begun_save(
 
 def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
-
-
-def _is_reported_elsewhere(record: logging.LogRecord) -> bool:
-    """Drops a log record that repeats an error which Orbax raises as well."""
-    return not (record.levelno == logging.ERROR and "orbax" in record.pathname)
 
 
 def _root_of(error: BaseException) -> str:

@@ -1,0 +1,69 @@
+"""Notices at once that writing a checkpoint has failed on this process.
+
+Orbax raises it only after all processes have come to the end of the save. Those whose own part is written wait for the
+one whose part is not, for up to 20 minutes. But it logs the error when it occurs.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from etils import epath
+
+IN_BACKGROUND = "background save thread"
+LOOK = 0.2  # seconds between two looks
+
+
+class WriteErrors(logging.Filter):
+    """The errors that Orbax has logged of saves in the background; a filter of its logger that lets none of them pass.
+
+    They are raised by `CheckpointStore` as well.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self._found: list[tuple[str, BaseException]] = []
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Returns whether a record is to be printed; keeps the error of one that is not."""
+        if record.levelno != logging.ERROR or "orbax" not in record.pathname:
+            return True
+        error, text = record.exc_info and record.exc_info[1], record.getMessage()
+        if error and IN_BACKGROUND in text:
+            self._found.append((text, error))
+        return False
+
+    def forget(self, directory: epath.Path) -> None:
+        """Drops what is known of saves below a directory, before another save."""
+        self._found = [one for one in self._found if str(directory) not in one[0]]
+
+    def of(self, directory: epath.Path) -> BaseException | None:
+        """Returns the first error of a save below a directory."""
+        return next((error for text, error in self._found if str(directory) in text), None)
+
+
+def wait_for(result: Callable[[], object], failed: Callable[[], BaseException | None]) -> None:
+    """Returns when `result` does.
+
+    Raises:
+      BaseException: what `result` raises, or what `failed` returns before that.
+    """
+    raised: list[BaseException] = []
+    done = threading.Event()
+
+    def call() -> None:
+        try:
+            result()
+        except BaseException as error:
+            raised.append(error)
+        finally:
+            done.set()
+
+    threading.Thread(target=call, name="jaxfb save", daemon=True).start()
+    while not done.wait(LOOK):
+        if (error := failed()) is not None:
+            raise error
+    if raised:
+        raise raised[0]

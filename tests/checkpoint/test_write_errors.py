@@ -1,0 +1,76 @@
+"""A process whose part of a checkpoint cannot be written does not wait for the others, who wait for it."""
+
+import logging
+import resource
+import threading
+import time
+
+import jax
+import pytest
+
+from jaxfb.checkpoint import store as checkpoint
+from jaxfb.checkpoint.store import CannotWrite, CheckpointStore
+from jaxfb.checkpoint.write_errors import IN_BACKGROUND, WriteErrors, wait_for
+
+STATE = {"w": jax.random.normal(jax.random.key(0), (256, 256))}
+
+
+class Endless:
+    """A save of which other processes have not come to the end."""
+
+    def __init__(self):
+        self.ended = threading.Event()
+
+    def result(self):
+        self.ended.wait(60)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_of_several_processes_one_that_cannot_write_ends_at_once(tmp_path, monkeypatch):
+    """Orbax logs the error when it occurs, and raises it once all processes have come to the end of the save."""
+    store = CheckpointStore(tmp_path)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limit[1]))  # as a full disk would
+    try:
+        store.save(2, STATE, {})
+        with pytest.raises(Exception, match="File too large"):
+            wait_for(Endless().result, lambda: checkpoint.write_errors.of(store.directory))
+        store._pending, whole = Endless(), store._pending
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
+        began = time.monotonic()
+        with pytest.raises(
+            CannotWrite, match="(?i)step 2 could not be .*: file too large; complete steps: none$"
+        ):
+            store.wait()
+        assert time.monotonic() - began < 20
+        monkeypatch.undo()
+        with pytest.raises(Exception, match="File too large"):
+            whole.result()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    store.save(3, STATE, {})  # an error of before is not taken for one of this save
+    assert checkpoint.write_errors.of(store.directory) is None
+    store.close()
+    assert store.steps() == [3]
+
+
+def test_what_a_save_returns_or_raises_is_passed_on():
+    wait_for(lambda: None, lambda: None)
+    with pytest.raises(KeyError):
+        wait_for(lambda: {}["x"], lambda: None)
+
+
+def test_errors_are_those_of_the_directory_and_other_records_pass(tmp_path):
+    errors = WriteErrors()
+
+    def record(level, path, text, error=None):
+        return logging.LogRecord("absl", level, path, 1, text, (), error and (OSError, error, None))
+
+    told = f"operations in {IN_BACKGROUND}, directory: {tmp_path}/4.tmp"
+    assert not errors.filter(record(logging.ERROR, "/orbax/x.py", told, OSError("full")))
+    assert not errors.filter(record(logging.ERROR, "/orbax/x.py", "another", OSError("other")))
+    assert errors.filter(record(logging.ERROR, "/grain/x.py", told, OSError("other")))
+    assert errors.filter(record(logging.WARNING, "/orbax/x.py", told))
+    assert str(errors.of(tmp_path)) == "full" and errors.of(tmp_path / "elsewhere") is None
+    errors.forget(tmp_path)
+    assert errors.of(tmp_path) is None
