@@ -26,7 +26,7 @@ from jaxfb.checkpoint.together import gathered
 from jaxfb.config.operation import LocalConfig
 from jaxfb.process.fault_points import reach
 from jaxfb.training import neighbours
-from jaxfb.training.snapshot import kind_of, put_back, read, taken, write
+from jaxfb.training.snapshot import UNFINISHED, kind_of, put_back, read, taken, write
 
 log = logging.getLogger(__name__)
 PyTree = Any
@@ -127,6 +127,7 @@ class LocalTier:
     def _write(self, files: Mapping[Name, np.ndarray]) -> None:
         try:
             self._own.mkdir(parents=True, exist_ok=True, mode=PRIVATE)
+            self._remove_unfinished()
             reach("local")
             for name, body in files.items():
                 write(self._own / str(name), body)
@@ -134,6 +135,13 @@ class LocalTier:
             self._rotate()
         except OSError as error:
             log.warning("[checkpoint] no local checkpoint was written to %s: %s", self._own, error.strerror)
+            with suppress(OSError):
+                self._remove_unfinished()
+
+    def _remove_unfinished(self) -> None:
+        """Removes what a full disk or a kill left of a file: it would keep the next one from being written."""
+        for path in self._own.glob(f"*{UNFINISHED}"):
+            path.unlink(missing_ok=True)
 
     def _rotate(self) -> None:
         """Keeps the files of the updates that were written last; numbers may have gone back since."""

@@ -22,6 +22,7 @@ from jaxfb.refusal import StorageError
 
 PyTree = Any
 FORMAT, LENGTH, DIGEST = 1, 8, 16
+UNFINISHED = ".tmp"
 
 
 def taken(state: PyTree, host: Mapping[str, Any]) -> np.ndarray:
@@ -74,7 +75,7 @@ def kind_of(abstract_state: PyTree) -> str:
 
 def write(path: Path, body: np.ndarray) -> None:
     """Writes a file whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(path.name + UNFINISHED)
     with temporary.open("wb") as file:
         file.write(body.data)
         file.write(_digest(body))

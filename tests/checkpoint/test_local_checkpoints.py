@@ -1,5 +1,6 @@
 """Checkpoints on the hosts' own disks: taken, written, found again after a kill, got from a neighbour after a loss."""
 
+import errno
 import logging
 import os
 import shutil
@@ -122,6 +123,24 @@ def test_a_full_disk_is_reported_and_the_run_goes_on(mesh, tmp_path, caplog):
         tier.save(1, None, state_on(mesh), {})
         tier.wait()
     assert "no local checkpoint was written" in caplog.text
+
+
+def test_nothing_is_left_of_a_file_that_the_disk_could_not_take_whole(mesh, tmp_path, monkeypatch):
+    """What a failed save or a killed process left would fill the disk, or the memory of /dev/shm."""
+    tier, real = LocalTier(LocalConfig(every=1, dir=str(tmp_path), keep=2), "run"), os.fsync
+
+    def full(number):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    tier.save(1, None, state_on(mesh), {})
+    tier.wait()
+    assert not list(tmp_path.rglob("*_*"))
+    monkeypatch.setattr(os, "fsync", real)
+    (tmp_path / "run" / "process-0" / "7_-1_abc.tmp").write_bytes(b"of a killed process")
+    tier.save(2, None, state_on(mesh), {})
+    tier.wait()
+    assert [path.name.partition("_")[0] for path in tmp_path.rglob("*_*")] == ["2"]
 
 
 def test_the_newest_update_of_which_all_parts_are_there_is_chosen():
