@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from jaxfb.cli import checks, layouts, models, training
+from jaxfb.cli import checks, layouts, models, others, training
 from jaxfb.cli.devices import without_devices
 from jaxfb.cli.given import is_of_a_given_path
 from jaxfb.cli.keys import as_typed
@@ -61,24 +61,29 @@ COLLECT_AFTER = 10_000
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     options = parse(arguments)
-    first, *others = gc.get_threshold()
-    gc.set_threshold(max(first, COLLECT_AFTER), *others)
+    first, *older = gc.get_threshold()
+    gc.set_threshold(max(first, COLLECT_AFTER), *older)
+    raised: list[Exception] = []
     try:
-        code = _run(options)
+        code = _run(options, raised)
     except Exception:
-        if not _among_several():
+        if not _among_several() and not others.are_meant(options):
             raise
         traceback.print_exc()
         code = FAILED
+    if raised and not _among_several() and others.are_meant(options):
+        sys.stderr.flush()
+        others.tell(options, raised[0])
     if code not in (DONE, RESUMABLE) and _among_several():
         sys.stderr.flush()
         os._exit(code)  # an orderly end would wait for the other processes
     return code
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace, raised: list[Exception]) -> int:
+    """Returns the exit code of a command. raised: receives the error that ended it, if one did."""
     try:
-        code = HANDLERS[options.verb](options) or DONE
+        code = _handled(options, raised)
         print(end="", flush=True)  # also where the shell has closed the output
         return code
     except Refused as error:
@@ -103,6 +108,14 @@ def _run(options: argparse.Namespace) -> int:
         if not lacks_memory(error, None):
             raise
         return REFUSED
+
+
+def _handled(options: argparse.Namespace, raised: list[Exception]) -> int:
+    try:
+        return HANDLERS[options.verb](options) or DONE
+    except Exception as error:
+        raised.append(error)
+        raise
 
 
 def _more_files(error: BaseException | None) -> str:

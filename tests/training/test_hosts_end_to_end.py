@@ -190,6 +190,13 @@ def test_a_signal_to_one_process_ends_all_after_the_same_update(tmp_path, data):
     assert said[0] == said[1] and f"after {stopped} updates" in said[0][0] and len(said[0]) == 4
 
 
+def test_a_process_that_is_refused_before_it_joins_ends_the_other_with_its_reason(tmp_path, data):
+    """The other would wait for it for hosts.timeout."""
+    write(tmp_path, data, {"data": 2})
+    assert finish(start(tmp_path, 2, 1, own={1: ["model.num_heads=3"]})) == [76, 2], logs(tmp_path, 2)
+    assert "process 1 of 2" in logs(tmp_path, 1)[0] and "num_heads=3" in logs(tmp_path, 1)[0]
+
+
 def test_the_local_recipe_trains(tmp_path, data):
     write(
         tmp_path, data, {"data": 4}, run={"updates": 1}, lr={"warmup": 0}, eval={"every": None, "prompt": ""}
