@@ -1136,6 +1136,13 @@ MUTATIONS = (
         "checkpoint/test_write_errors.py::test_of_several_processes_one_that_cannot_write_ends_at_once",
     ),
     Mutation(
+        "a_file_cut_while_it_is_read_gives_what_is_left",
+        "data/mapped.py",
+        "if len(found) != len(positions) * size:",
+        "if not found:",
+        "data/test_damage.py::test_a_file_that_is_cut_between_the_look_at_it_and_its_reading_is_refused_too",
+    ),
+    Mutation(
         "a_late_signal_is_not_saved",
         "training/loop.py",
         "            self._or_back(self._save_late)\n",

@@ -1,13 +1,14 @@
-"""Looks at files that are mapped into memory before they are read: one that was cut short would end the process.
+"""Reads pieces of a file that an array is mapped from, by system calls: one that was cut short is then an error.
 
-Part of the data (token files, which others may write to). Reading a page behind the end of a mapped file is a SIGBUS,
-which no Python can catch.
+Part of the data (token files, which others may write to). Reading a page of the mapping that is behind the end of the
+file, or that the disk or the server does not give, is a SIGBUS, which no Python can catch.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+from itertools import repeat
 
 import numpy as np
 
@@ -20,29 +21,55 @@ class MappedFile:
     """A file that an array is mapped from, as it was when the array was made."""
 
     def __init__(self, array: np.memmap):
-        self._path = str(array.filename)
+        self._array, self._path = array, str(array.filename)
         self._end = array.offset + array.nbytes
         self._identity, self._content = _stamps(os.stat(self._path))
         self._warned = False
 
-    def check(self) -> None:
-        """Warns, once, where the file has been written to since it was opened.
+    def take(self, positions: np.ndarray) -> np.ndarray:
+        """Returns the elements at i64[n] positions; warns, once, where the file has been written to since then.
 
         Raises:
           ValueError: it is shorter than the array.
         """
         try:
-            status = os.stat(self._path)
+            file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:  # moved or removed: what is mapped stays as it was
-            return
-        identity, content = _stamps(status)
-        if identity != self._identity:  # replaced by another file, likewise
-            return
-        if status.st_size < self._end:
-            raise Refused(
-                f"[data] {self._path} was cut to {status.st_size} bytes while it was read, it had {self._end}; put the "
-                "whole file back"
-            )
+            return self._array[positions]
+        try:
+            status = os.fstat(file)
+            identity, content = _stamps(status)
+            if identity != self._identity:  # replaced by another file, likewise
+                return self._array[positions]
+            if status.st_size < self._end:
+                raise self._cut(status.st_size)
+            self._warn_of(content)
+            return self._pieces(file, positions)
+        finally:
+            os.close(file)
+
+    def _pieces(self, file: int, positions: np.ndarray) -> np.ndarray:
+        """Returns the elements at positions, of which neighbours that follow each other are read at once."""
+        size, offset = self._array.itemsize, self._array.offset
+        edges = np.flatnonzero(positions[1:] != positions[:-1] + 1) + 1
+        starts = np.concatenate([[0], edges])
+        lengths = np.diff(starts, append=len(positions)) * size
+        places = positions[starts] * size + offset
+        try:
+            found = b"".join(map(os.pread, repeat(file), lengths.tolist(), places.tolist()))
+        except OSError as error:  # of a disk or a server
+            raise Refused(f"[data] {self._path} cannot be read: {error.strerror}; see to its disk") from error
+        if len(found) != len(positions) * size:
+            raise self._cut(os.fstat(file).st_size)
+        return np.frombuffer(found, self._array.dtype)
+
+    def _cut(self, size: int) -> Refused:
+        return Refused(
+            f"[data] {self._path} was cut to {size} bytes while it was read, it had {self._end}; put the whole file "
+            "back"
+        )
+
+    def _warn_of(self, content: tuple[int, int]) -> None:
         if content != self._content and not self._warned:
             self._warned = True
             log.warning(

@@ -37,7 +37,7 @@ class TokenStream:
     """Several memory-mapped arrays of token ids, addressed as one.
 
     names: of the arrays, for messages. vocab_size: ids are checked against it whenever they are read, since a mapped
-    file may change at any time; None checks nothing. Before they are read, the files themselves are looked at.
+    file may change at any time; None checks nothing. Files are read, not their mapping: one may be cut at any time too.
     """
 
     def __init__(self, arrays: list[np.ndarray], names: Sequence[str] = (), vocab_size: int | None = None):
@@ -66,9 +66,8 @@ class TokenStream:
         return tokens
 
     def _read(self, array: int, positions: np.ndarray) -> np.ndarray:
-        if (file := self._files[array]) is not None:
-            file.check()
-        return self._arrays[array][positions]
+        file = self._files[array]
+        return self._arrays[array][positions] if file is None or not len(positions) else file.take(positions)
 
     def _checked(self, tokens: np.ndarray, positions: np.ndarray, array: int, index=None) -> np.ndarray:
         size = self._vocab_size

@@ -1,5 +1,6 @@
 """Text and token files that are damaged, edited, or something else: refused, rebuilt or reported, never read on."""
 
+import errno
 import gzip
 import json
 import logging
@@ -109,6 +110,45 @@ def test_a_file_that_is_cut_while_the_run_reads_is_refused_by_name(config, token
     with pytest.raises(ValueError, match=r"t.bin was cut to 8192 bytes while it was read, it had 400000"):
         for _ in range(100):
             next(loader)
+
+
+def test_a_file_that_is_cut_between_the_look_at_it_and_its_reading_is_refused_too(
+    config, tokens, monkeypatch
+):
+    """Read through its mapping, it would end the process by SIGBUS."""
+    corpus = prepare(config(source="tokens", path=str(tokens)))
+    real, rows = os.fstat, np.arange(len(corpus.train))
+
+    def then_cut(file):
+        status = real(file)
+        os.truncate(tokens, 8192)
+        return status
+
+    monkeypatch.setattr(os, "fstat", then_cut)
+    with pytest.raises(ValueError, match=r"t.bin was cut to 8192 bytes while it was read, it had 400000"):
+        corpus.train.gather(rows)
+
+
+def test_a_disk_that_fails_while_the_run_reads_is_a_sentence(config, tokens, monkeypatch):
+    corpus = prepare(config(source="tokens", path=str(tokens)))
+
+    def fail(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "pread", fail)
+    with pytest.raises(ValueError, match=r"t.bin cannot be read: Input/output error"):
+        corpus.train.gather(np.arange(4))
+
+
+def test_a_file_that_was_replaced_or_removed_is_read_as_it_was(config, tokens):
+    corpus = prepare(config(source="tokens", path=str(tokens)))
+    rows = np.arange(8)
+    before = corpus.train.gather(rows)["tokens"]
+    (tokens.parent / "other").write_bytes(bytes(100))
+    os.replace(tokens.parent / "other", tokens)
+    np.testing.assert_array_equal(corpus.train.gather(rows)["tokens"], before)
+    tokens.unlink()
+    np.testing.assert_array_equal(corpus.train.gather(rows)["tokens"], before)
 
 
 def test_a_file_that_is_written_to_while_the_run_reads_is_reported_once(config, tokens, caplog):
