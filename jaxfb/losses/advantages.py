@@ -5,12 +5,14 @@ rows are split into updates and microbatches, so that no loss ever has to look a
 
 Shapes: R = rows of the rollout, S = tokens of a row; everything numpy, float64. A mask is not 0 where a token counts;
 what masked slots hold is inert. Outcome estimators take one reward a row and return advantages [R, S], 0 where the
-mask is 0. Other shapes are refused. A reward that is not finite makes the advantages of its group so, and the update
-that reads them is skipped by the step.
+mask is 0. Other shapes are refused. A reward that is not finite makes the advantages of its group so, is warned of, and
+the update that reads them is skipped by the step. Differences from a mean are taken of what exceeds the first number,
+so that those of equal numbers are exactly 0: the rounded mean of large ones is another number.
 """
 
 from __future__ import annotations
 
+import warnings
 from typing import NamedTuple
 
 import numpy as np
@@ -52,6 +54,7 @@ def gae(
     counted = _counted(mask)
     _check_like(counted, rewards=rewards, values=values)
     rewards, values = (np.where(counted, x, 0.0).astype(np.float64) for x in (rewards, values))
+    _warn_of_nonfinite(rewards=rewards, values=values)
     advantages = np.zeros_like(values)
     next_value, following = np.zeros(len(values)), np.zeros(len(values))
     for t in reversed(range(values.shape[1])):
@@ -77,12 +80,11 @@ def grpo(
       mask: float[R, S].
     """
     check_not_negative("grpo", 1e-6, eps=eps)
-    rewards = np.asarray(rewards, np.float64)
-    means, stds = np.zeros_like(rewards), np.ones_like(rewards)
-    for members in group_members(groups, rewards):
+    centred, stds = np.array(rewards, np.float64), np.ones(np.shape(rewards))
+    for members in group_members(groups, centred):
         if len(members) > 1:
-            means[members], stds[members] = rewards[members].mean(), rewards[members].std(ddof=1)
-    centred = rewards - means
+            above = centred[members] - centred[members[0]]
+            centred[members], stds[members] = above - above.mean(), above.std(ddof=1)
     return on_tokens(centred / (stds + eps) if by_std else centred, mask)
 
 
@@ -95,24 +97,24 @@ def dr_grpo(rewards: np.ndarray, groups: np.ndarray, mask: np.ndarray) -> np.nda
 
 def rloo(rewards: np.ndarray, groups: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """Computes reward - mean of the others in the group (arXiv:2402.14740); a group of one row keeps its reward."""
-    rewards = np.asarray(rewards, np.float64)
-    baselines = np.zeros_like(rewards)
-    for members in group_members(groups, rewards):
+    better = np.array(rewards, np.float64)
+    for members in group_members(groups, better):
         if len(members) > 1:
-            baselines[members] = (rewards[members].sum() - rewards[members]) / (len(members) - 1)
-    return on_tokens(rewards - baselines, mask)
+            above = better[members] - better[members[0]]
+            better[members] = above - (above.sum() - above) / (len(members) - 1)
+    return on_tokens(better, mask)
 
 
 def opo(rewards: np.ndarray, groups: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """Computes reward - mean of the group weighted by response lengths, the baseline of least variance
     (arXiv:2505.23585).
     """
-    rewards = np.asarray(rewards, np.float64)
-    lengths, baselines = _counted(mask).sum(1), np.zeros_like(rewards)
-    for members in group_members(groups, rewards):
+    lengths, better = _counted(mask).sum(1), np.array(rewards, np.float64)
+    for members in group_members(groups, better):
         if len(members) > 1 and lengths[members].sum():
-            baselines[members] = np.average(rewards[members], weights=lengths[members])
-    return on_tokens(rewards - baselines, mask)
+            above = better[members] - better[members[0]]
+            better[members] = above - np.average(above, weights=lengths[members])
+    return on_tokens(better, mask)
 
 
 def gpg(rewards: np.ndarray, groups: np.ndarray, mask: np.ndarray) -> np.ndarray:
@@ -129,7 +131,9 @@ def remax(rewards: np.ndarray, baselines: np.ndarray, mask: np.ndarray) -> Estim
       baselines: float[R].
     """
     rewards = np.asarray(rewards, np.float64)
+    _warn_of_nonfinite(baselines=baselines)
     if rewards.ndim == 1:
+        _warn_of_nonfinite(rewards=rewards)
         returns = on_tokens(rewards, mask)
     else:
         returns = gae(rewards, np.zeros_like(rewards), mask, lam=1.0, whitened=False).returns
@@ -172,10 +176,10 @@ def whiten(values: np.ndarray, mask: np.ndarray, *, shift_mean: bool = True) -> 
             "leave the advantages as they are"
         )
     picked = np.asarray(values, np.float64)[counted]
-    mean = picked.mean()
-    scaled = (picked - mean) / np.sqrt(picked.var(ddof=1) + 1e-8)
+    above = picked - picked[0]
+    scaled = (above - above.mean()) / np.sqrt(above.var(ddof=1) + 1e-8)
     out = np.zeros(counted.shape)
-    out[counted] = scaled if shift_mean else scaled + mean
+    out[counted] = scaled if shift_mean else scaled + picked.mean()
     return out
 
 
@@ -191,6 +195,7 @@ def group_members(groups: np.ndarray, rewards: np.ndarray) -> list[np.ndarray]:
             f"[advantages] an outcome estimator needs one reward and one group a row, got rewards {rewards.shape} and "
             f"groups {groups.shape}; sum rewards per token over each row first"
         )
+    _warn_of_nonfinite(rewards=rewards)
     _, inverse = np.unique(groups, return_inverse=True)
     return [np.flatnonzero(inverse == group) for group in range(inverse.max(initial=-1) + 1)]
 
@@ -222,4 +227,18 @@ def _check_like(mask: np.ndarray, **arrays: np.ndarray) -> None:
             raise Refused(
                 f"[advantages] {name} must have the mask's shape {mask.shape}, got {np.shape(array)}; give a number "
                 "at each token"
+            )
+
+
+def _warn_of_nonfinite(**arrays: np.ndarray) -> None:
+    """Warns of the first number of each array [R] or [R, S] that is not finite, since what is made of it is not."""
+    for name, array in arrays.items():
+        finite = np.isfinite(np.asarray(array, np.float64))
+        if not finite.all():
+            place = tuple(np.argwhere(~finite)[0].tolist())
+            warnings.warn(
+                f"[advantages] {name}{list(place)}={np.asarray(array)[place]} is not finite, so the advantages made of "
+                "it are not, and a train step skips the updates that read them; use 0.0 for a response that cannot be "
+                "judged",
+                stacklevel=4,
             )

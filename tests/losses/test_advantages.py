@@ -115,3 +115,34 @@ MASK, ROW = np.ones((4, 3)), np.ones(4)
 def test_other_shapes_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+LARGE = 1e9 + 0.1  # the rounded mean of seven of these is another number
+
+
+@pytest.mark.parametrize("name", OUTCOME)
+def test_equal_rewards_of_any_size_have_advantages_of_zero(name):
+    for reward in (0.1, LARGE, 1e17 / 3):
+        for rows in (3, 7):
+            found = getattr(adv, name)(np.full(rows, reward), np.zeros(rows), np.ones((rows, 2)))
+            np.testing.assert_array_equal(found, 0)
+
+
+def test_equal_values_of_any_size_are_whitened_to_zero():
+    np.testing.assert_array_equal(adv.whiten(np.full((7, 1), LARGE), np.ones((7, 1))), 0)
+
+
+@pytest.mark.parametrize(
+    "call, what",
+    [
+        (lambda bad: adv.grpo(bad, np.zeros(4), MASK), r"rewards\[2\]=nan"),
+        (lambda bad: adv.rloo(bad, np.zeros(4), MASK), r"rewards\[2\]=nan"),
+        (lambda bad: adv.remax(bad, ROW, MASK), r"rewards\[2\]=nan"),
+        (lambda bad: adv.remax(ROW, bad, MASK), r"baselines\[2\]=nan"),
+        (lambda bad: adv.gae(MASK * bad[:, None], MASK, MASK), r"rewards\[2, 0\]=nan"),
+        (lambda bad: adv.gae(MASK, MASK * bad[:, None], MASK), r"values\[2, 0\]=nan"),
+    ],
+)
+def test_a_reward_that_is_not_finite_is_warned_of_by_its_place(call, what):
+    with pytest.warns(UserWarning, match=what + " is not finite, so the advantages made of it are not"):
+        call(np.array([1.0, 2.0, np.nan, 4.0]))
