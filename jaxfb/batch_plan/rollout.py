@@ -101,6 +101,7 @@ class RolloutPlan:
                     f"rows_per_update {self.rows_per_update} over epochs {self.epochs} and rollouts {self.rollouts} "
                     f"makes {name} {value}, above {INT32}; make one of them smaller"
                 )
+        _check_samples(self)
         _check_updates(self)
         _check_groups(self)
         _check_plans(self)
@@ -251,12 +252,17 @@ def _of_groups(train: BatchPlan, samples: int) -> BatchPlan:
     )
 
 
-def _check_groups(plan: RolloutPlan) -> None:
+def _check_samples(plan: RolloutPlan) -> None:
+    """Checks that a prompt has samples to compare; before what updates need, whose advice depends on their number."""
     if plan.groups and plan.samples_per_prompt < 2:
         raise PlanError(
             f"[rollout] {plan.groups} needs samples_per_prompt ≥ 2, got {plan.samples_per_prompt}; use 2 or more",
             only_legal([_fitted(plan, samples_per_prompt=2)], lambda one: replace(plan, **one)),
         )
+
+
+def _check_groups(plan: RolloutPlan) -> None:
+    """Checks that whole groups stay whole in each microbatch, where that is asked for."""
     train = plan.train
     if not plan.whole_groups:
         return

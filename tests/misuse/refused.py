@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 import jaxfb
-from jaxfb import BatchPlan, Pipelined, RunPlan, gradients, make_mesh
+from jaxfb import BatchPlan, Pipelined, RolloutPlan, RunPlan, gradients, make_mesh
 from jaxfb.config import config_from_dict
 from jaxfb.config.model import check_sizes
 from jaxfb.config.operation import HostsConfig
@@ -92,6 +92,12 @@ def config(name, *path, **wrong):
 
 def own_config(**keys):
     return changed(config_from_dict(OWN), keys)
+
+
+ONE_SAMPLE = dict(
+    plans={"train": BatchPlan(rows=4, rows_per_microbatch=2)},
+    **dict(prompts=2, samples_per_prompt=1, rows_per_update=4, groups="grpo"),
+)
 
 
 def policy_plans(**keys):
@@ -327,6 +333,7 @@ REFUSED = [
     (run_plan, dict(samples=5, remainder="drop")),
     (run_plan, dict(epochs=100, dataset_rows=2**60 + 1)),
     (run_plan, dict(epochs=2.0**40, dataset_rows=2**40)),
+    (RolloutPlan, ONE_SAMPLE),
     (policy_plans, {"rollout.rows_per_update": 12}),
     (policy_plans, {"plans.train.rows_per_microbatch": 5}),
     (policy_plans, {"plans.logprob_old": None}),
