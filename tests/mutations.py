@@ -1914,6 +1914,20 @@ MUTATIONS = (
         "if False:",
         "rl/test_checks.py::test_a_task_that_cannot_work_is_refused_before_anything_is_computed",
     ),
+    Mutation(
+        "equal_large_rewards_have_advantages",
+        "losses/advantages.py",
+        "above = centred[members] - centred[members[0]]",
+        "above = centred[members]",
+        "losses/test_advantages.py::test_equal_rewards_of_any_size_have_advantages_of_zero",
+    ),
+    Mutation(
+        "an_error_of_a_reward_is_no_refusal",
+        "rl/tasks.py",
+        "    except Exception as error:\n        line =",
+        "    except ZeroDivisionError as error:\n        line =",
+        "rl/test_checks.py::test_an_error_of_a_task_is_a_refusal_that_names_its_place_the_prompt_and_the_response",
+    ),
 )
 
 

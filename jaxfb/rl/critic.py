@@ -15,6 +15,7 @@ import jax
 from jaxfb.batch_plan import BatchPlan
 from jaxfb.config.post_training import RLConfig
 from jaxfb.losses.value import ValueLoss, critic_params, value_fn, value_loss_fn
+from jaxfb.metrics import arrays, scalars
 from jaxfb.models.adapted import adapted
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params, transformer
@@ -62,12 +63,14 @@ class Critic:
         else:
             self.state = self.step.init(self._random, key)
 
-    def update(self, rows: Rows) -> dict[str, float]:
+    def update(self, rows: Rows) -> dict[str, Any]:
         """Runs one update on the rows of the policy's update, cut by the critic's plan; returns its numbers by name."""
         batch, _ = cut(rows, self.plan)
         self.state, metrics = self.step(self.state, batch)
         metrics = jax.device_get(metrics)
-        found = {f"critic/{name}": float(value) for name, value in metrics.metrics.items()}
+        # of a model with experts some are arrays, such as the load of each expert of each layer
+        named = scalars(metrics.metrics) | arrays(metrics.metrics)
+        found = {f"critic/{name}": value for name, value in named.items()}
         norms = {"critic/loss": float(metrics.loss), "critic/grad_norm": float(metrics.grad_norm)}
         return {**found, **norms, "critic/skipped": bool(metrics.skipped)}
 

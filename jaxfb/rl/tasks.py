@@ -9,6 +9,8 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
+from traceback import extract_tb
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -77,17 +79,17 @@ class Task(Protocol):
 
 
 class BadJudgement(Refused):
-    """Raised where a task returns a reward that is no finite number, or an `is_correct` that is no bool."""
+    """Raised where a task returns a reward that is no finite number or an `is_correct` that is no bool, or raises."""
 
 
 def checked_reward(task: Task, problem: Problem, response: Response) -> float:
     """Returns the task's reward of a response.
 
     Raises:
-      BadJudgement: it is not a finite number, or one whose square overflows; the message has the prompt and the
-        response.
+      BadJudgement: it is not a finite number, or one whose square overflows, or the task raised an error; the message
+        has the prompt and the response.
     """
-    reward = task.reward(problem, response)
+    reward = _judged(task, "reward", problem, response)
     number = np.asarray(reward)
     if number.shape != () or number.dtype.kind not in "biuf" or not np.isfinite(number):
         rule = "a finite number; return 0.0 for a response that cannot be judged"
@@ -102,13 +104,27 @@ def checked_correct(task: Task, problem: Problem, response: Response) -> bool:
     """Returns whether the task counts a response as solved.
 
     Raises:
-      BadJudgement: it is neither True nor False; the message has the prompt and the response.
+      BadJudgement: it is neither True nor False, or the task raised an error; the message has the prompt and the
+        response.
     """
-    correct = task.is_correct(problem, response)
+    correct = _judged(task, "is_correct", problem, response)
     answer = np.asarray(correct)
     if answer.shape != () or answer.dtype.kind not in "biu":
         raise BadJudgement(_refusal("is_correct", correct, "True or False", problem, response))
     return bool(answer)
+
+
+def _judged(task: Task, name: str, problem: Problem, response: Response) -> Any:
+    """Calls a task's function; an error of it becomes a refusal, before which a run saves what is done."""
+    try:
+        return getattr(task, name)(problem, response)
+    except Exception as error:
+        line = extract_tb(error.__traceback__)[-1]
+        raise BadJudgement(
+            f"[task] {name} raised {error!r} in {Path(line.filename).name}, line {line.lineno}, for prompt "
+            f"{_short(problem.prompt)} and response {_short(response)}; catch it there and return "
+            f"{'0.0' if name == 'reward' else 'False'} for a response that cannot be judged"
+        ) from error
 
 
 def _refusal(name: str, value: Any, rule: str, problem: Problem, response: Response) -> str:

@@ -17,7 +17,7 @@ from jaxfb.rl.advice import changed, planned
 from jaxfb.rl.policy import _rollout_plan, make_policy_work
 from jaxfb.rl.resume import refuse_other_rollout
 from jaxfb.rl.start import check_head, make_base
-from jaxfb.rl.tasks import Arithmetic, BadJudgement, Problem, Response, checked_reward
+from jaxfb.rl.tasks import Arithmetic, BadJudgement, Problem, Response, checked_correct, checked_reward
 from jaxfb.training.changes import changes_between
 from tests.rl.test_policy import PPO, TINY
 
@@ -50,6 +50,7 @@ BAD_PLANS = [
     ({"rollout": {"rows_per_update": 7}, "mesh": {"data": 4}}, r"not a multiple of dp 4 × 4 = 16; use|; use "),
     ({"rollout": {"prompts": 5, "samples_per_prompt": 3}, "mesh": {"data": 4}}, "; use rollout.prompts="),
     ({"rollout": {"samples_per_prompt": 1, "rows_per_update": 4}}, "samples_per_prompt ≥ 2"),
+    ({"rollout": {"samples_per_prompt": 1}}, "≥ 2, got 1; use rollout.samples_per_prompt=2$"),
     (PPO | {"plans": {"critic": {"rows_per_microbatch": 3}}}, r"\[critic\] .*plans.critic.rows_per_microbatch=2 or 4$"),
     (PPO | {"plans": {"critic": None}}, r"\[critic\] needs plans.critic .*; use plans.critic.rows_per_microbatch=8$"),
 ]  # fmt: skip
@@ -277,6 +278,23 @@ def test_a_policy_is_asked_and_warmed_up_through_the_template():
     task = Own(train=[Problem(messages, "2")])
     work = make_policy_work(with_({"task": {"template": "plain"}}), task)
     assert work.experience.sampler.prompt_width == len("System: Add.\n\nUser: 1+1=\n\nAssistant: ")
+
+
+@pytest.mark.parametrize("name, use", [("reward", "0.0"), ("is_correct", "False")])
+def test_an_error_of_a_task_is_a_refusal_that_names_its_place_the_prompt_and_the_response(name, use):
+    """A run saves what is done before a refusal continues, and tells every process of it."""
+
+    class Raises(Own):
+        def reward(self, problem, response):
+            raise KeyError("key")
+
+        is_correct = reward
+
+    judge = {"reward": checked_reward, "is_correct": checked_correct}[name]
+    place = r"raised KeyError\('key'\) in test_checks.py, line \d+, for prompt '1\+1=' and response '3'"
+    with pytest.raises(BadJudgement, match=rf"\[task\] {name} {place}; .* return {use} for") as refusal:
+        judge(Raises(), Problem("1+1=", "2"), Response.of("3", np.array([51]), True))
+    assert isinstance(refusal.value.__cause__, KeyError)
 
 
 @pytest.mark.slow

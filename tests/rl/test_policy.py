@@ -11,6 +11,7 @@ from jaxfb.config.load import config_from_dict
 from jaxfb.rl import post_train
 from jaxfb.rl.policy import make_policy_work
 from jaxfb.rl.tasks import Arithmetic, Problem
+from jaxfb.update.train_step import StepMetrics
 
 TINY = {
     "model": {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "mlp_size": 16, "tied_embeddings": True},
@@ -292,6 +293,34 @@ def test_a_response_that_ends_exactly_at_the_limit_is_not_counted_as_cut():
     numbers = _numbers_of(np.zeros(3), np.zeros(3), responses, 1.0)
     np.testing.assert_allclose(numbers["at_length_limit"], 1 / 3)
     assert numbers["response_length_max"] == 3
+
+
+EXPERTS = {"model": {"num_experts": 2, "experts_per_token": 1, "expert_mlp_size": 8}}
+
+
+def test_a_critic_with_experts_records_their_load_as_the_policy_does(tmp_path, monkeypatch):
+    """The update itself is left out, which would be compiled for this; the slow test below makes one."""
+    critic = make_policy_work(config(tmp_path, PPO, EXPERTS), Evens(1, "+", 10)).critic
+    zeros = StepMetrics(**dict.fromkeys((field.name for field in dataclasses.fields(StepMetrics)), 0.0))
+    given = {"value": np.float64(0.5), "expert_load": np.array([[1.5, 0.5], [1.0, 1.0]])}
+    metrics = dataclasses.replace(zeros, metrics=given)
+    monkeypatch.setattr(critic, "step", lambda state, batch: (state, metrics))
+    record = critic.update({name: np.ones((8, 8), np.int32) for name in ("tokens", "segments")})
+    assert record["critic/value"] == 0.5
+    assert record["critic/expert_load"] == [[1.5, 0.5], [1.0, 1.0]]
+    assert (record["critic/expert_load/min"], record["critic/expert_load/max"]) == (0.5, 1.5)
+
+
+@pytest.mark.slow
+def test_a_policy_and_a_critic_with_experts_are_the_same_on_a_mesh(tmp_path):
+    mesh = {"mesh": {"data": 2, "expert": 2}, "plans": {"train": {"rows_per_microbatch": 2}}}
+    mesh["plans"]["critic"] = {"rows_per_microbatch": 1}
+    one, other = started(config(tmp_path, PPO, EXPERTS)), started(config(tmp_path, PPO, EXPERTS, mesh))
+    for number in range(2):
+        (a, first), (b, second) = one_update(one, number), one_update(other, number)
+        np.testing.assert_allclose(a.loss, b.loss, rtol=0, atol=1e-12)
+        for name in ("critic/loss", "critic/grad_norm", "critic/expert_load", "critic/router_entropy"):
+            np.testing.assert_allclose(first[name], second[name], rtol=0, atol=1e-12, err_msg=name)
 
 
 class Same(Evens):
