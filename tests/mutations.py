@@ -1928,6 +1928,13 @@ MUTATIONS = (
         "    except ZeroDivisionError as error:\n        line =",
         "rl/test_checks.py::test_an_error_of_a_task_is_a_refusal_that_names_its_place_the_prompt_and_the_response",
     ),
+    Mutation(
+        "what_all_processes_refuse_is_not_saved",
+        "training/loop.py",
+        "alone = self._hosts.count > 1 and not isinstance(error, RefusedByAll)",
+        "alone = self._hosts.count > 1",
+        "training/test_refused_by_all.py::test_what_all_refuse_is_saved_before",
+    ),
 )
 
 

@@ -25,9 +25,10 @@ def check_budget(plan: Any) -> tuple[int, ...] | None:
     if plan.max_tokens_per_microbatch is None:
         set_ = [name for name in BUDGET if getattr(plan, name)]
         if set_:
+            belong, them = ("belongs", "it") if len(set_) == 1 else ("belong", "them")
             raise PlanError(
-                f"[{plan.purpose}] {', '.join(set_)} belong to a token budget; give max_tokens_per_microbatch, "
-                "or leave them out",
+                f"[{plan.purpose}] {', '.join(set_)} {belong} to a token budget; use max_tokens_per_microbatch instead "
+                f"of a number of rows or microbatches, or leave {them} out",
                 [{name: BUDGET[name] for name in set_}],
             )
         return None

@@ -21,7 +21,7 @@ from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params, transformer
 from jaxfb.optim import make_optimizer
 from jaxfb.rl.rows import Rows, cut
-from jaxfb.rl.start import Base
+from jaxfb.rl.start import Base, check_packing
 from jaxfb.training.setup import param_dtype, step_options
 from jaxfb.types import Pipelined
 from jaxfb.update.train_step import TrainState, make_train_step
@@ -42,6 +42,7 @@ class Critic:
         settings = config.critic
         assert settings is not None  # a config without one has no critic
         self._base, self._settings, self.plan = base, settings, plan
+        check_packing(config, self._sizes, plan)
         options: dict[str, Any] = {**step_options(config), "trainable": None}
         self.step = make_train_step(
             value_loss_fn(self._model, ValueLoss(self._settings.clip)),

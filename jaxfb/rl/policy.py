@@ -60,6 +60,7 @@ class PolicyWork(PostTraining):
     """
 
     learns_from = ("problems", "task, template and tokenizer")
+    call = "post_train(config, task=task, resume=True)"
     base: Base[RLConfig]
     task: Task
     plan: RolloutPlan
@@ -207,6 +208,8 @@ class PolicyWork(PostTraining):
     def _warm_start(self, params: Any, say: Callable[[str], None]) -> PyTree:
         settings = self._config.warm_start
         problems = self.task.train[: settings.problems]
+        all_ = ", all there are" if len(problems) == len(self.task.train) else ""
+        say(f"warm start on {len(problems)} problems{all_}")
         pairs = [(messages_of(problem), problem.answer) for problem in problems]
         return fine_tuned(self.base, params, pairs, self.experience.length, settings, say)
 
@@ -238,7 +241,7 @@ def make_policy_work(
     Raises:
       ValueError: an impossible size, in one sentence with the nearest legal choice.
     """
-    base = make_base(config)
+    base, own = make_base(config), task is not None
     task = make_task(config) if task is None else task
     prompts = check_task(task, base.chat)
     sampler = _sampler(config, base, max(map(len, prompts)))
@@ -267,7 +270,9 @@ def make_policy_work(
     critic = Critic(base, plan.plan("critic")) if config.critic else None
     shared = {} if once is None else {"once": once}
     experience = Experience(base, task, plan, sampler, length, critic and critic.forward_model, **shared)
-    return PolicyWork(base, task, plan, experience, step, critic, fingerprint(task, prompts))
+    work = PolicyWork(base, task, plan, experience, step, critic, fingerprint(task, prompts))
+    work.in_program = own
+    return work
 
 
 def make_task(config: RLConfig) -> Task:

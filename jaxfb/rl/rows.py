@@ -16,6 +16,7 @@ from jaxfb.batch_plan import BatchPlan, Window, padding_over_context
 from jaxfb.data.order import row_order
 from jaxfb.forward_backward import ForwardBackward, Packed
 from jaxfb.forward_backward.packed import row_lengths
+from jaxfb.metrics import arrays, scalars
 
 PyTree = Any
 Rows = dict[str, np.ndarray]
@@ -75,14 +76,22 @@ def batches(rows: Rows, plan: BatchPlan) -> Iterator[Rows]:
 def held_out_means(
     forward: ForwardBackward, model: Any, params: PyTree, rows: Rows, plan: BatchPlan
 ) -> dict[str, float]:
-    """Returns every term and metric over all rows; sums and weights are added up before the one division."""
-    sums: dict[str, np.ndarray] = {}
+    """Returns every term and metric over all rows; sums and weights are added up before the one division.
+
+    Of an array, such as the load of each expert, the smallest, the mean and the largest of its numbers.
+    """
+    sums: dict[str, list[np.ndarray]] = {}
     for batch in batches(rows, plan):
         out = forward(model, params, batch, plan, forward_only=True)
         for name, term in {**out.terms, **out.metrics}.items():
             if hasattr(term, "total"):
-                pair = np.array([float(term.total), float(term.weight)])
-                sums[name] = sums.get(name, 0) + pair
-    return {
-        f"eval/{name}": float(total / weight) if weight else 0.0 for name, (total, weight) in sums.items()
-    }
+                pair = [np.asarray(term.total, np.float64), np.asarray(term.weight, np.float64)]
+                sums[name] = [a + b for a, b in zip(sums.get(name, [0.0, 0.0]), pair, strict=True)]
+    means = {name: _mean(*pair) for name, pair in sums.items()}
+    named = scalars(means) | arrays(means)
+    return {f"eval/{name}": value for name, value in named.items() if not isinstance(value, list)}
+
+
+def _mean(total: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """Returns total / weight, and 0 where nothing counts."""
+    return np.divide(total, weight, out=np.zeros(np.shape(total)), where=np.asarray(weight) != 0)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -113,6 +113,7 @@ class Base(Generic[Kind]):
     def _plan(self, purpose: Any, rows: int, length: int) -> BatchPlan:
         cut: CutConfig = getattr(self.config.plans, purpose)
         budget = cut.max_tokens_per_microbatch is not None
+        _check_budget(f"plans.{purpose}", purpose, cut, length)
         exact = purpose in UPDATES or budget
         sizes = dict(vars(cut))
         if sizes.pop("context_by_width"):
@@ -140,7 +141,12 @@ class Base(Generic[Kind]):
             )
 
     def train_step(self, model: LossFn | Pipelined, plan: BatchPlan, run: RunPlan) -> TrainStep:
-        """Makes the compiled update of that model under the config's optimizer."""
+        """Makes the compiled update of that model under the config's optimizer.
+
+        Raises:
+          ValueError: something is dropped of packed rows.
+        """
+        check_packing(self.config, self.sizes, plan)
         return make_train_step(
             model,
             optimizer(self.config, run),
@@ -220,6 +226,43 @@ def _length(config: PostTrainingConfig) -> int | None:
     updates, left = divmod(sizes.prompts * sizes.samples_per_prompt, sizes.rows_per_update)
     unit = {"updates": 1, "samples": sizes.rows_per_update}[config.lr.unit]
     return None if left else updates * sizes.epochs * sizes.rollouts * unit
+
+
+def _check_budget(key: str, purpose: str, cut: CutConfig, length: int) -> None:
+    """Refuses settings of a token budget where a plan is cut by rows, with a budget of as many tokens."""
+    given = [name for name in ("widths", "packing") if getattr(cut, name)]
+    if cut.max_tokens_per_microbatch is not None or not given:
+        return
+    without = {
+        f"{key}.{name}": None for name in ("rows_per_microbatch", "num_microbatches") if getattr(cut, name)
+    }
+    tokens = (cut.rows_per_microbatch or 1) * length
+    raise PlanError(
+        f"[{purpose}] {' and '.join(f'{key}.{name}' for name in given)} need{'s' * (len(given) == 1)} a token budget",
+        [
+            {f"{key}.max_tokens_per_microbatch": tokens, **without},
+            {f"{key}.{name}": {"widths": None, "packing": False}[name] for name in given},
+        ],
+    )
+
+
+def check_packing(config: PostTrainingConfig, sizes: TransformerConfig, plan: BatchPlan) -> None:
+    """Refuses dropout of packed rows, by the keys of the config that turn either off.
+
+    sizes: of the model that is updated by the plan.
+    """
+    if not (plan.packing and draws(sizes)):
+        return
+    packing = f"plans.{plan.purpose}.packing"
+    off = {"model.dropout": 0.0} if sizes.dropout and config.model is not None else {}
+    if draws(replace(sizes, dropout=0.0)):
+        off["lora.dropout"] = 0.0
+    keys = " and ".join(f"{key}=0" for key in off)
+    raise Refused(
+        f"[{plan.purpose}] dropout with {packing}=true would depend on how rows are packed; use {packing}=false"
+        f"{f', or {keys}' if off else ''}",
+        [{packing: False}, *([off] if off else [])],
+    )
 
 
 def check_run(config: PostTrainingConfig) -> None:

@@ -26,8 +26,8 @@ def already_finished(directory: RunDirectory, config: Any, updates: int) -> str:
     """Returns how to continue a run that has made all its updates."""
     return (
         f"{directory.path} is finished: {updates} update{'s' * (updates != 1)}. To train it longer, resume it with a "
-        f"larger {length_key(config)}; to start over, run it fresh (--resume and --fresh, or resume=True and "
-        "fresh=True of Trainer.train)"
+        f"larger {length_key(config)}; to start over, run it fresh (--resume and --fresh, or in a "
+        "program resume=True and fresh=True)"
     )
 
 
@@ -55,7 +55,7 @@ def left(run: Run) -> str:
 def again(run: Run) -> str:
     """Returns the command, or the call, that continues a run."""
     if run.work.in_program:
-        return "trainer.train(resume=True)"
+        return run.work.call
     if not run.directory.is_kept:
         return f"{command()} {run.work.command} CONFIG --smoke"
     return f"{command()} {run.work.command} {run.directory.path} --resume"

@@ -37,6 +37,10 @@ SLICE = 5.0  # seconds between two looks at whether there is still time
 _rounds = itertools.count()  # the store outlives a `Hosts`, so each has its own keys
 
 
+class RefusedByAll(Refused):
+    """A refusal of process 0 that every process raises at the same point, so that they can still save together."""
+
+
 class Hosts:
     """The processes of this job while a command runs; used as a context. Alone, every method is immediate.
 
@@ -95,7 +99,7 @@ class Hosts:
         """Returns on every process what `function` returns on process 0, a JSON-able value.
 
         Raises:
-          ValueError: process 0 raised one.
+          ValueError: process 0 raised one; where there are several, each raises `RefusedByAll`.
         """
         if self.count == 1:
             return function()
@@ -107,7 +111,7 @@ class Hosts:
         outcome = json.loads(self._wait(key, "process 0 to decide", None))
         if "refused" in outcome:
             self._hear_together(f"{key}/heard")
-            raise Refused(outcome["refused"])
+            raise RefusedByAll(outcome["refused"])
         return outcome["value"]
 
     def in_turn(self, function: Callable[[], Value]) -> Value:

@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 from jaxfb.callbacks import CHANGE, Callback, combine
 from jaxfb.checkpoint.store import CannotWrite
@@ -29,7 +30,7 @@ from jaxfb.training.disk import bytes_of, lack_of_space
 from jaxfb.training.ending import after_failures, after_fault
 from jaxfb.training.guard import DeviceFault, GuardAbort, NonFiniteAbort
 from jaxfb.training.guards import Guards, Spike
-from jaxfb.training.hosts import Hosts
+from jaxfb.training.hosts import Hosts, RefusedByAll
 from jaxfb.training.interrupt import Interrupt, Stopped, stopped_early
 from jaxfb.training.log import Log
 from jaxfb.training.open_mesh import with_mesh
@@ -275,17 +276,21 @@ class _Loop:
         """Returns what `read` returns; where it refuses, such as rows that cannot be read or an update that memory
         cannot hold, saves what is done before the refusal continues. If nothing is, `Undo` takes the start back.
 
-        On several processes the others wait in the next update, so that there is nobody to save with.
+        On several processes that is so only of what all of them refuse, such as a reward that process 0 computes for
+        all; where one refuses, the others wait in the next update, so that there is nobody to save with.
         """
         try:
             return read()
         except ValueError as error:
             self._arrive()
-            if self._hosts.count > 1 or self._guard.failed or not self._run.done:
+            alone = self._hosts.count > 1 and not isinstance(error, RefusedByAll)
+            if alone or self._guard.failed or not self._run.done:
                 raise
             self._save()
             self._run.wait_saved()
             error.args = (f"{error}; {saved(self._run)}", *error.args[1:])
+            if self._hosts.count > 1:
+                self._hosts.first(partial(_raise, error))  # no process ends before the others have saved
             raise
 
     def _arrive(self, pushed: tuple[int, Any] | None = None) -> None:
@@ -359,6 +364,10 @@ class _Loop:
         summary = {**common, **self._work.finish(run_, prepared)}
         write_json(run_.directory.summary, summary)
         return summary
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 def _change_gradients(work: Work, callbacks: Callback) -> None:

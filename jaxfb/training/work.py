@@ -41,7 +41,7 @@ class Work(ABC):
     limits:         with which the next update is applied, None for any; the guards set it.
     train_state:    what the next update reads; the guards put an earlier one back.
     starts_with_evaluation: the untrained parameters are evaluated and saved before the first update.
-    in_program:     it has parts that a program made, so that no command can continue it.
+    in_program:     it has parts that a program made, so that no command can continue it, but `call` does.
     """
 
     config: Any
@@ -54,6 +54,7 @@ class Work(ABC):
     limits: Limits | None = None
     starts_with_evaluation = False
     in_program = False
+    call = "trainer.train(resume=True)"
 
     def __init__(self):
         self.say: Say = print

@@ -140,7 +140,7 @@ REFUSED = [
         dict(rows=64, max_tokens_per_microbatch=4096, sequence_length=100, widths=(64, 96)),
         "widths=[64, 96] must increase and end at sequence_length=100 or more; use [64, 96, 100]",
     ),
-    (dict(rows=64, rows_per_microbatch=4, packing=True), "packing belong to a token budget"),
+    (dict(rows=64, rows_per_microbatch=4, packing=True), "packing belongs to a token budget; use max_tokens"),
     (
         dict(rows=100, rows_per_microbatch=4, data_parallel=8),
         "[train] 100 rows per update is not a multiple of dp 8 × 4 = 32 (3×32 + 4); "

@@ -19,6 +19,7 @@ from jaxfb.rl.resume import refuse_other_rollout
 from jaxfb.rl.start import check_head, make_base
 from jaxfb.rl.tasks import Arithmetic, BadJudgement, Problem, Response, checked_correct, checked_reward
 from jaxfb.training.changes import changes_between
+from jaxfb.training.continuing import again, already_finished
 from tests.rl.test_policy import PPO, TINY
 
 LENGTH = 8
@@ -43,6 +44,11 @@ BAD_PLANS = [
     ({"plans": {"train": {"rows_per_microbatch": 4, "num_microbatches": 3}}}, r"≠ .*; use "),
     ({"plans": {"train": {"rows_per_microbatch": 100}}}, r"one microbatch is .*; use "),
     ({"plans": {"train": {"max_tokens_per_microbatch": 4}}}, "use plans.train.max_tokens_per_microbatch=8$"),
+    ({"plans": {"train": {"rows_per_microbatch": 4, "packing": True}}},
+     r"plans.train.packing needs a token budget; use plans.train.max_tokens_per_microbatch=32 with "
+     r"plans.train.rows_per_microbatch=null, or plans.train.packing=False$"),
+    ({"plans": {"logprob_old": {"num_microbatches": 2, "widths": [4, 8], "packing": True}}},
+     r"\[logprob_old\] plans.logprob_old.widths and plans.logprob_old.packing need a token budget; use "),
     ({"plans": {"logprob_old": None, "logprob_ref": None}}, r"plans.logprob_old and plans.logprob_ref"),
     ({"plans": {"logprob_old": {"rows_per_microbatch": 8, "max_tokens_per_microbatch": 64}}}, "exclusive"),
     ({"rollout": {"rows_per_update": 12}}, "leave 4 rows; use rollout.rows_per_update=8 or 16$"),
@@ -83,6 +89,55 @@ def test_advice_names_keys_of_the_config_and_is_itself_accepted(changes, message
     for choice in refusal.value.choices:
         assert set(choice) <= named
         assert plan_of(changed(config, choice)).train.rows > 0
+
+
+DROPS = {"model": {"dropout": 0.1}}
+PACKED = {"max_tokens_per_microbatch": 64, "packing": True}
+
+
+@pytest.mark.parametrize(
+    "purpose, sections, off",
+    [
+        ("train", [DROPS], {"model.dropout": 0.0}),
+        ("train", [{"lora": {"dropout": 0.1}}], {"lora.dropout": 0.0}),
+        ("train", [DROPS, {"lora": {"dropout": 0.1}}], {"model.dropout": 0.0, "lora.dropout": 0.0}),
+        ("critic", [PPO, DROPS, {"lora": {"dropout": 0.1}}], {"model.dropout": 0.0}),  # it has no adapters
+    ],
+)
+def test_dropout_of_packed_rows_is_refused_by_the_keys_that_turn_it_off(purpose, sections, off):
+    config = with_(*sections)
+    config = changed(config, {"plans": {**config_to_dict(config)["plans"], purpose: PACKED}})
+    keys = " and ".join(f"{key}=0" for key in off)
+    packing = f"plans.{purpose}.packing"
+    words = rf"\[{purpose}\] dropout with {packing}=true .*; use {packing}=false, or {keys}$"
+    with pytest.raises(ValueError, match=words) as refusal:
+        make_policy_work(config)
+    assert refusal.value.choices == ({f"plans.{purpose}.packing": False}, off)
+    for choice in refusal.value.choices:
+        make_policy_work(changed(config, choice))
+
+
+@pytest.mark.parametrize(
+    "asked, words", [(5, "on 5 problems"), (10**6, "on 90 .*, all there are"), (None, "all")]
+)
+def test_a_warm_start_prints_how_many_problems_it_learns(monkeypatch, asked, words):
+    monkeypatch.setattr("jaxfb.rl.policy.fine_tuned", lambda base, params, pairs, *rest: len(pairs))
+    work = make_policy_work(with_({"warm_start": {"updates": 1, "problems": asked}}), Arithmetic(1, "+", 10))
+    printed = []
+    assert work._warm_start(None, printed.append) == (5 if asked == 5 else 90)
+    assert re.search(words, printed[0])
+
+
+def test_a_run_on_a_task_of_a_program_is_continued_by_that_program():
+    directory = SimpleNamespace(is_kept=True, path="runs/own")
+    for task, call in (
+        (None, "jaxfb rl runs/own --resume"),
+        (Own(), "post_train(config, task=task, resume=True)"),
+    ):
+        work = make_policy_work(with_(), task)
+        assert again(SimpleNamespace(work=work, directory=directory)).endswith(call)
+        words = already_finished(directory, work.config, 4)
+        assert words.endswith("(--resume and --fresh, or in a program resume=True and fresh=True)")
 
 
 def test_the_critic_is_updated_by_its_own_plan(tmp_path):

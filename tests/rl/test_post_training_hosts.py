@@ -1,14 +1,21 @@
 """Post-training on several processes: the curve of one process, and the same bits after one of them is killed."""
 
+import os
+import re
 import signal
+import subprocess
+import sys
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
-from processes import finish, logs, start, wait_for
+from processes import ROOT, finish, free_port, logs, start, wait_for
+from quickly import flags
 
 from jaxfb.metrics import read_jsonl
+from jaxfb.training.run_dir import RunDirectory
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
@@ -107,3 +114,20 @@ def test_a_killed_process_ends_the_job_and_resuming_gives_the_same_bits(tmp_path
     codes = finish(jobs)
     assert codes[1] == -signal.SIGKILL and codes[0] in (0, 76), logs(killed, 2)
     assert curve(run(killed, kind, mesh, 2, 2, "--resume")) == two_processes(kind)
+
+
+def test_an_error_of_a_task_ends_every_process_with_all_updates_saved(tmp_path):
+    """Process 0 computes the rewards; the others hear of its refusal at the same point, and save with it."""
+    sizes = {"rollout": {"rollouts": 4}, "warm_start": {"updates": 0}, "eval": {"every": 100}}
+    write(tmp_path, "rl", {"data": 2}, **sizes, checkpoint={"every": 100})
+    port, script = free_port(), str(Path(__file__).parent / "failing_task.py")
+    environment = {**os.environ, "XLA_FLAGS": flags(1), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    jobs = []
+    for index in range(2):
+        command = [sys.executable, script, str(tmp_path), str(index), str(port)]
+        with (tmp_path / f"log{index}").open("w") as log:
+            jobs.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+    assert 0 not in finish(jobs)
+    for log in logs(tmp_path, 2):
+        assert re.search(r"\[task\] reward raised KeyError\('key'\) .*; saved after update 4 of 8", log), log
+    assert RunDirectory(tmp_path / "run").newest_update() == 4

@@ -2,12 +2,14 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 import yaml
 
+from jaxfb.batch_plan import BatchPlan
 from jaxfb.cli.commands import main
 from jaxfb.config import load_config
 from jaxfb.data.chat import make_chat
@@ -15,7 +17,9 @@ from jaxfb.data.conversations import encode_pairs, read_conversations, read_pref
 from jaxfb.data.tokenizer import ByteTokenizer
 from jaxfb.metrics import read_jsonl
 from jaxfb.rl.preference import make_preference_work
+from jaxfb.rl.rows import held_out_means
 from jaxfb.rl.supervised import make_supervised_work
+from jaxfb.types import Max, Sum
 
 DATA = Path(__file__).parent.parent.parent / "examples" / "data"
 BASE = {
@@ -327,3 +331,29 @@ def test_conversations_of_which_nothing_is_learned_are_refused(tmp_path):
         ValueError, match="nothing is learned from .*asked.jsonl: no conversation has .* its first 96;"
     ):
         make_supervised_work(load_config(write(tmp_path / "run", section)))
+
+
+def test_held_out_means_of_an_array_are_its_smallest_mean_and_largest_over_all_batches():
+    """A model with experts has such a metric, the load of each expert, of which there is no single number."""
+    parts = iter([(1.0, [[2.0, 4.0]], 2.0), (5.0, [[6.0, 0.0]], 2.0)])
+
+    def forward(model, params, batch, plan, forward_only):
+        total, load, weight = next(parts)
+        metrics = {"expert_load": Sum(np.array(load), np.array(weight)), "largest": Max(1.0)}
+        return SimpleNamespace(terms={"loss": Sum(total, weight), "none": Sum(0.0, 0.0)}, metrics=metrics)
+
+    rows = {"tokens": np.zeros((8, 4), np.int32)}
+    found = held_out_means(forward, None, None, rows, BatchPlan(rows=4, rows_per_microbatch=4))
+    load = {"eval/expert_load/min": 1.0, "eval/expert_load/mean": 1.5, "eval/expert_load/max": 2.0}
+    assert found == {"eval/loss": 1.5, "eval/none": 0.0, **load}
+
+
+EXPERTS = {"model": {**BASE["model"], "num_experts": 2, "experts_per_token": 1, "expert_mlp_size": 8}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, section", [("sft", SFT), ("dpo", DPO)])
+def test_a_model_with_experts_is_fine_tuned_and_evaluated(tmp_path, kind, section):
+    assert main([kind, str(write(tmp_path, section, EXPERTS, batch={"rows": 16, "updates": 1}))]) == 0
+    last = [record for record in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "eval/loss" in record][-1]
+    assert 0 <= last["eval/expert_load/min"] <= last["eval/expert_load/mean"] <= last["eval/expert_load/max"]
