@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from jaxfb import schedules
 from jaxfb.batch_plan import BatchPlan
+from jaxfb.batch_plan.plan import UPDATES
 from jaxfb.forward_backward import by_context, calls, resolved
 from jaxfb.forward_backward.arguments import (
     check_accum_dtype,
@@ -192,7 +193,8 @@ class ForwardBackward:
         Raises:
           ValueError: as for a call, or the model reads statistics of the whole batch before its backward.
         """
-        leaves, resolved = self._resolve(model, params, plan, forward_only=False)
+        # a plan of another purpose than an update is for calls without a backward
+        leaves, resolved = self._resolve(model, params, plan, forward_only=plan.purpose not in UPDATES)
         if counts_before(model):
             raise Refused(
                 "a model that reads statistics of the whole global batch before its backward (Counted.before) has no "

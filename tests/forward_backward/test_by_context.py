@@ -144,8 +144,17 @@ def test_any_loss_function_keeps_its_numbers(loss_fn, rng, batch):
     assert len(got.per_microbatch["masked"].total) > 1 and int(got.origin.rows) == ROWS
     if loss_fn is small:
         return
-    only = fb(loss_fn, TABLE, batch, plan_on(mesh), rng, forward_only=True)
+    only = fb(loss_fn, TABLE, batch, plan_on(mesh, purpose="eval"), rng, forward_only=True)
     close((only.loss, only.outputs, only.grads), (wanted.loss, wanted.outputs, None))
+
+
+def test_a_plan_of_another_purpose_than_an_update_is_for_passes_without_a_backward(batch):
+    """Log-probs of a policy and evaluations have plans of their own, also by width."""
+    fb = jaxfb.get_forward_backward_func(jaxfb.make_mesh(data=1))
+    plan = plan_on({}, purpose="logprob_ref")
+    assert fb(alone, TABLE, batch, plan, forward_only=True).outputs.shape == (ROWS, LENGTH)
+    with pytest.raises(ValueError, match='got plan "logprob_ref"'):
+        fb(alone, TABLE, batch, plan)
 
 
 def test_one_reduction_whatever_the_number_of_widths(batch, monkeypatch):
