@@ -47,7 +47,7 @@ from jaxfb.pretrained.peft import _check_config as peft_config
 from jaxfb.recomputation import check_gathered_layers, check_remat_layers
 from jaxfb.rl.advice import changed
 from jaxfb.rl.sampler import Sampler
-from jaxfb.rl.start import check_head
+from jaxfb.rl.start import check_head, check_packing
 from jaxfb.rl.supervised import row_length
 from jaxfb.rl.tasks import Arithmetic
 from jaxfb.schedules import KINDS, make
@@ -106,6 +106,17 @@ def policy_plans(**keys):
 
 def without_tokens(**keys):
     return check_head(changed(jaxfb.load_config("dpo"), {"start.run": None, "model": TINY["model"], **keys}))
+
+
+def packed_and_dropped(**keys):
+    """The check of an update by packed rows of a model that drops."""
+    cut = {"plans.train.max_tokens_per_microbatch": 64, "plans.train.rows_per_microbatch": None}
+    config = changed(with_({"model": {"dropout": 0.1}}), {**cut, "plans.train.packing": True, **keys})
+    sizes = TransformerConfig(
+        vocab_size=16, num_layers=1, hidden_size=8, num_heads=2, dropout=config.model.dropout
+    )
+    cuts = {"rows": 8, "max_tokens_per_microbatch": 64, "sequence_length": 8}
+    return check_packing(config, sizes, BatchPlan(**cuts, packing=config.plans.train.packing))
 
 
 def width(context=1):
@@ -370,6 +381,7 @@ REFUSED = [
     *(config("dpo", **{f"plans__{name}__packing": True}) for name in ("train", "logprob_ref")),
     *((without_tokens, {f"model.{name}": 1}) for name in ("z_loss", "mtp_depth")),
     (without_tokens, {"model.label_smoothing": 0.1}),
+    (packed_and_dropped, {}),
     config("quickstart", schedule="1f1b"),
     section("quickstart", "guard", spike_window=1),
     config("quickstart", guard__spikes="rollback", checkpoint__every=None),

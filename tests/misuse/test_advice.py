@@ -72,7 +72,7 @@ def places():
     Refused.__init__ = plain
 
 
-TRIED_BY_JAXFB = {"rl/start.py::Base.plans"}
+TRIED_BY_JAXFB = {"rl/start.py::Base.plans", "rl/start.py::_check_budget"}
 """Whose choices `jaxfb.rl.advice.planned` tries before it passes them on."""
 
 
