@@ -1384,13 +1384,6 @@ MUTATIONS = (
         "training/test_signal_phases.py::test_a_start_up_that_is_ended_names_no_checkpoint_that_it_found_damaged",
     ),
     Mutation(
-        "a_stop_at_an_evaluation_is_not_saved",
-        "training/loop.py",
-        "self._saves = self._saves or run_.stopped is not None",
-        "pass",
-        "training/test_own_model.py::test_a_run_that_an_evaluation_stops_is_saved_and_says_how_to_continue",
-    ),
-    Mutation(
         "a_refused_command_leaves_what_it_made",
         "training/undo.py",
         "self._back(self._before)",

@@ -238,7 +238,6 @@ class _Loop:
             self._arrive()
         if evaluates:
             self._evaluate()
-        self._saves = self._saves or run_.stopped is not None  # by a hook that has just received numbers
         if self._saves and not self._guard.failed:
             self._save()
             self._saves = False
@@ -246,7 +245,7 @@ class _Loop:
             run_.save_locally()
 
     def _save_late(self) -> None:
-        """Saves what is done where a signal, or a record that cannot be written, came after `_one` asked for one."""
+        """Saves what is done where a signal, a hook's stop, or a record that cannot be written came after `_one` asked."""
         if self._run.done:
             self._arrive()
             if not self._guard.failed:
