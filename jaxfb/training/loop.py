@@ -245,7 +245,7 @@ class _Loop:
             run_.save_locally()
 
     def _save_late(self) -> None:
-        """Saves what is done where a signal, a hook's stop, or a record that cannot be written came after `_one` asked."""
+        """Saves what is done where a signal, a hook or a record that was not written asked for it after `_one` did."""
         if self._run.done:
             self._arrive()
             if not self._guard.failed:
