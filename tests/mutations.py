@@ -1136,6 +1136,20 @@ MUTATIONS = (
         "checkpoint/test_write_errors.py::test_of_several_processes_one_that_cannot_write_ends_at_once",
     ),
     Mutation(
+        "others_are_not_told_of_a_refusal",
+        "cli/commands.py",
+        "        others.tell(options, error)\n",
+        "",
+        "cli/test_others.py::test_a_refusal_is_told_to_the_others",
+    ),
+    Mutation(
+        "a_config_in_float64_is_planned_in_32_bits",
+        "planner/job.py",
+        "    with setup.with_float64(config):",
+        "    if True:",
+        "planner/test_formula.py::test_a_config_in_float64_is_counted_in_64_bits_outside_tests_too",
+    ),
+    Mutation(
         "a_file_cut_while_it_is_read_gives_what_is_left",
         "data/mapped.py",
         "if len(found) != len(positions) * size:",
@@ -1910,8 +1924,8 @@ MUTATIONS = (
     Mutation(
         "equal_large_rewards_have_advantages",
         "losses/advantages.py",
-        "above = centred[members] - centred[members[0]]",
-        "above = centred[members]",
+        "return numbers - numbers[0]",
+        "return numbers",
         "losses/test_advantages.py::test_equal_rewards_of_any_size_have_advantages_of_zero",
     ),
     Mutation(

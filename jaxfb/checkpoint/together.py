@@ -32,15 +32,13 @@ def gathered(value: Any) -> list[Any]:
     return [json.loads(row[:length].tobytes()) for row, length in zip(rows, lengths, strict=True)]
 
 
-def read_by_all(
-    read: Callable[[], Value], step: int, describe: Callable[[Exception], str], gather: Callable = gathered
-) -> Value:
+def read_by_all(read: Callable[[], Value], step: int, describe: Callable[[Exception], str]) -> Value:
     """Returns what `read` returns here, once it has returned on every process; it must not wait for the others.
 
     Were it to fail on one process alone, that one would go on to another checkpoint while the others wait for it.
 
     Args:
-      step: that is read. describe: what goes behind its name where it cannot be. gather: `gathered`.
+      step: that is read, for messages. describe: error -> what is wrong with the step, such as "is damaged: ...".
     Raises:
       StorageError: it failed on another process alone.
       Exception: it failed on this one.
@@ -53,7 +51,7 @@ def read_by_all(
         raise
     except Exception as error:
         failed = error
-    reasons = gather(None if failed is None else describe(failed))
+    reasons = gathered(None if failed is None else describe(failed))
     if failed is not None:
         raise failed
     for process, reason in enumerate(reasons):

@@ -63,59 +63,57 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     first, *older = gc.get_threshold()
     gc.set_threshold(max(first, COLLECT_AFTER), *older)
-    raised: list[Exception] = []
     try:
-        code = _run(options, raised)
-    except Exception:
-        if not _among_several() and not others.are_meant(options):
-            raise
-        traceback.print_exc()
-        code = FAILED
-    if raised and not _among_several() and others.are_meant(options):
-        sys.stderr.flush()
-        others.tell(options, raised[0])
+        code = HANDLERS[options.verb](options) or DONE
+        print(end="", flush=True)  # also where the shell has closed the output
+    except KeyboardInterrupt as error:
+        print("jaxfb: stopped", file=sys.stderr)
+        code = 128 + getattr(error, "number", signal.SIGINT)
+    except Exception as error:
+        code = _ended_by(error, options)
     if code not in (DONE, RESUMABLE) and _among_several():
         sys.stderr.flush()
         os._exit(code)  # an orderly end would wait for the other processes
     return code
 
 
-def _run(options: argparse.Namespace, raised: list[Exception]) -> int:
-    """Returns the exit code of a command. raised: receives the error that ended it, if one did."""
-    try:
-        code = _handled(options, raised)
-        print(end="", flush=True)  # also where the shell has closed the output
-        return code
-    except Refused as error:
+def _ended_by(error: Exception, options: argparse.Namespace) -> int:
+    """Returns the exit code of a command that an error has ended, once it is printed and the other processes know."""
+    has_joined, code = _among_several(), _explained(error, options)
+    is_of_several = has_joined or others.are_expected(options)
+    if code is None:
+        if not is_of_several:
+            raise
+        traceback.print_exc()
+        code = FAILED
+    if is_of_several and not has_joined:
+        sys.stderr.flush()
+        others.tell(options, error)
+    return code
+
+
+def _explained(error: Exception, options: argparse.Namespace) -> int | None:
+    """Prints an error as a sentence and returns its exit code; None for one of which nothing is known."""
+    if isinstance(error, Refused):
         print(f"jaxfb: {as_typed(str(error), options)}", file=sys.stderr)
         return REFUSED
-    except BrokenPipeError:  # the reader of our output has ended, as `head` does
+    if isinstance(error, BrokenPipeError):  # the reader of our output has ended, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
-    except OSError as error:
-        if error.errno not in OF_THE_DISK and not isinstance(error, StorageError):
-            raise
-        where = f": {error.filename}" if error.filename else ""
-        sentence = f"{error.strerror}{where}{_place_of(error)}" if error.errno else str(error)
-        print(f"jaxfb: {sentence}{_more_files(error)}", file=sys.stderr)
-        return REFUSED if is_of_a_given_path(error, options) else UNWRITTEN
-    except KeyboardInterrupt as error:
-        print("jaxfb: stopped", file=sys.stderr)
-        return 128 + getattr(error, "number", signal.SIGINT)
-    except Exception as error:
-        if (code := without_devices(error)) is not None:
-            return code
-        if not lacks_memory(error, None):
-            raise
-        return REFUSED
+    if isinstance(error, OSError):
+        return _explained_by_system(error, options)
+    if (code := without_devices(error)) is not None:
+        return code
+    return REFUSED if lacks_memory(error, None) else None
 
 
-def _handled(options: argparse.Namespace, raised: list[Exception]) -> int:
-    try:
-        return HANDLERS[options.verb](options) or DONE
-    except Exception as error:
-        raised.append(error)
-        raise
+def _explained_by_system(error: OSError, options: argparse.Namespace) -> int | None:
+    if error.errno not in OF_THE_DISK and not isinstance(error, StorageError):
+        return None
+    where = f": {error.filename}" if error.filename else ""
+    sentence = f"{error.strerror}{where}{_place_of(error)}" if error.errno else str(error)
+    print(f"jaxfb: {sentence}{_more_files(error)}", file=sys.stderr)
+    return REFUSED if is_of_a_given_path(error, options) else UNWRITTEN
 
 
 def _more_files(error: BaseException | None) -> str:

@@ -17,7 +17,7 @@ SECONDS = 30.0  # in which the others may come; they are started with this one
 SHORTLY = 5.0  # seconds after which a process that still waits for them explains it
 JOINING = (*LAUNCHED, "replay", "eval", "generate")
 BY_FLAGS_ALONE = ("eval", "generate")
-# what a launcher of several processes sets, or a user
+# what a launcher of several processes sets, or a user; `training/cluster.py` reads them, with jax
 SIGNS = (
     "JAX_COORDINATOR_ADDRESS",
     "SLURM_STEP_NODELIST",
@@ -27,7 +27,7 @@ SIGNS = (
 )
 
 
-def are_meant(options: Any) -> bool:
+def are_expected(options: Any) -> bool:
     """Returns whether the command is one of several processes, as far as flags and environment tell; imports no jax."""
     if options.verb not in JOINING:
         return False

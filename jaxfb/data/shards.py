@@ -37,7 +37,7 @@ class TokenStream:
     """Several memory-mapped arrays of token ids, addressed as one.
 
     names: of the arrays, for messages. vocab_size: ids are checked against it whenever they are read, since a mapped
-    file may change at any time; None checks nothing. Files are read, not their mapping: one may be cut at any time too.
+    file may change at any time; None checks nothing. They are read by system calls, since a file may be cut too.
     """
 
     def __init__(self, arrays: list[np.ndarray], names: Sequence[str] = (), vocab_size: int | None = None):

@@ -6,8 +6,7 @@ rows are split into updates and microbatches, so that no loss ever has to look a
 Shapes: R = rows of the rollout, S = tokens of a row; everything numpy, float64. A mask is not 0 where a token counts;
 what masked slots hold is inert. Outcome estimators take one reward a row and return advantages [R, S], 0 where the
 mask is 0. Other shapes are refused. A reward that is not finite makes the advantages of its group so, is warned of, and
-the update that reads them is skipped by the step. Differences from a mean are taken of what exceeds the first number,
-so that those of equal numbers are exactly 0: the rounded mean of large ones is another number.
+the update that reads them is skipped by the step.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ def grpo(
     centred, stds = np.array(rewards, np.float64), np.ones(np.shape(rewards))
     for members in group_members(groups, centred):
         if len(members) > 1:
-            above = centred[members] - centred[members[0]]
+            above = _above_first(centred[members])
             centred[members], stds[members] = above - above.mean(), above.std(ddof=1)
     return on_tokens(centred / (stds + eps) if by_std else centred, mask)
 
@@ -100,7 +99,7 @@ def rloo(rewards: np.ndarray, groups: np.ndarray, mask: np.ndarray) -> np.ndarra
     better = np.array(rewards, np.float64)
     for members in group_members(groups, better):
         if len(members) > 1:
-            above = better[members] - better[members[0]]
+            above = _above_first(better[members])
             better[members] = above - (above.sum() - above) / (len(members) - 1)
     return on_tokens(better, mask)
 
@@ -112,7 +111,7 @@ def opo(rewards: np.ndarray, groups: np.ndarray, mask: np.ndarray) -> np.ndarray
     lengths, better = _counted(mask).sum(1), np.array(rewards, np.float64)
     for members in group_members(groups, better):
         if len(members) > 1 and lengths[members].sum():
-            above = better[members] - better[members[0]]
+            above = _above_first(better[members])
             better[members] = above - np.average(above, weights=lengths[members])
     return on_tokens(better, mask)
 
@@ -176,7 +175,7 @@ def whiten(values: np.ndarray, mask: np.ndarray, *, shift_mean: bool = True) -> 
             "leave the advantages as they are"
         )
     picked = np.asarray(values, np.float64)[counted]
-    above = picked - picked[0]
+    above = _above_first(picked)
     scaled = (above - above.mean()) / np.sqrt(above.var(ddof=1) + 1e-8)
     out = np.zeros(counted.shape)
     out[counted] = scaled if shift_mean else scaled + picked.mean()
@@ -228,6 +227,14 @@ def _check_like(mask: np.ndarray, **arrays: np.ndarray) -> None:
                 f"[advantages] {name} must have the mask's shape {mask.shape}, got {np.shape(array)}; give a number "
                 "at each token"
             )
+
+
+def _above_first(numbers: np.ndarray) -> np.ndarray:
+    """Returns numbers less the first of them.
+
+    Equal ones then differ from their mean by exactly 0; the mean of large ones is rounded to another number.
+    """
+    return numbers - numbers[0]
 
 
 def _warn_of_nonfinite(**arrays: np.ndarray) -> None:

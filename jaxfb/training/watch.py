@@ -23,9 +23,7 @@ from jaxfb.process.position import Position, here
 from jaxfb.training.signs import Sign, Signs
 
 GRACE = 3.0  # seconds in which processes that fail together may each report it themselves
-MOMENT = (
-    1.0  # seconds in which processes that have failed too may end, before the coordinator does and they abort
-)
+MOMENT = 1.0  # seconds in which others that have failed too may end; without the coordinator they would abort
 LAST_WORDS = 10.0  # seconds that process 0, which runs the coordinator, waits for the others to have left
 BRIEFLY = (
     5.0  # seconds for what needs the disk or the coordinator while the process ends; either may be what hangs

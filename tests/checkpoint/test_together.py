@@ -20,16 +20,14 @@ def saved(tmp_path):
     return tmp_path / "c"
 
 
-def other_process(monkeypatch, says):
-    """Lets this process be number 0 of two; says: what it gathers -> what process 1 has there."""
-    reading = lambda read, step, describe: together.read_by_all(  # noqa: E731
-        read, step, describe, gather=lambda value: [value, says(value, step)]
-    )
-    monkeypatch.setattr(checkpoint, "read_by_all", reading)
+def other_process(monkeypatch, answers):
+    """Lets this process be number 0 of two; answers: value that is gathered -> that of process 1."""
+    monkeypatch.setattr(together, "gathered", lambda value: [value, answers(value)])
 
 
 def test_a_step_that_another_process_cannot_read_is_passed_over_here_too(saved, monkeypatch, caplog):
-    other_process(monkeypatch, lambda value, step: "is damaged: it is cut" if step == 3 else None)
+    reasons = iter(["is damaged: it is cut", None])
+    other_process(monkeypatch, lambda value: next(reasons))
     _, host = CheckpointStore(saved).restore(STATE)
     assert host == {"step": 2}
     assert "step 3 is damaged: it is cut (found by process 1)" in caplog.text
@@ -38,10 +36,10 @@ def test_a_step_that_another_process_cannot_read_is_passed_over_here_too(saved, 
 def test_the_others_are_told_of_a_step_that_this_process_cannot_read(saved, monkeypatch):
     (saved / "3" / "jaxfb" / "data.json").unlink()
     told = []
-    other_process(monkeypatch, lambda value, step: told.append((step, value)))
+    other_process(monkeypatch, told.append)
     _, host = CheckpointStore(saved).restore(STATE)
     assert host == {"step": 2}
-    assert told == [(3, "is damaged: jaxfb/data.json is missing"), (2, None)]
+    assert told == ["is damaged: jaxfb/data.json is missing", None]
 
 
 def test_a_step_that_one_process_does_not_see_is_no_candidate(saved, monkeypatch):
@@ -51,7 +49,7 @@ def test_a_step_that_one_process_does_not_see_is_no_candidate(saved, monkeypatch
 
 def test_a_given_step_that_only_this_process_does_not_see_is_told_to_the_others(saved, monkeypatch):
     told = []
-    other_process(monkeypatch, lambda value, step: told.append(value))
+    other_process(monkeypatch, told.append)
     with pytest.raises(Missing, match="no checkpoint of step 9"):
         CheckpointStore(saved).restore(STATE, step=9)
     assert len(told) == 1 and told[0]
@@ -84,6 +82,7 @@ def test_what_one_process_reads_waits_for_no_other(saved, monkeypatch):
     assert context(alone=True).multiprocessing.active_processes == {jax.process_index()}
 
 
-def test_an_error_of_another_process_alone_is_one_of_storage():
+def test_an_error_of_another_process_alone_is_one_of_storage(monkeypatch):
+    other_process(monkeypatch, lambda value: "is gone")
     with pytest.raises(StorageError, match=r"step 4 is gone \(found by process 1\)"):
-        together.read_by_all(lambda: 1, 4, str, gather=lambda value: [value, "is gone"])
+        together.read_by_all(lambda: 1, 4, str)
