@@ -1617,6 +1617,13 @@ MUTATIONS = (
         "training/test_hosts.py::test_a_process_that_ends_early_is_not_waited_for",
     ),
     Mutation(
+        "others_start_again_after_a_refusal",
+        "training/hosts.py",
+        "return {REFUSED: REFUSES, UNWRITTEN: CANNOT_WRITE}.get(code_of(error), FAILED)",
+        "return FAILED",
+        "training/test_hosts.py::test_the_others_end_for_good_where_another_start_would_change_nothing",
+    ),
+    Mutation(
         "model_beyond_the_machine",
         "training/machine.py",
         "if memory is not None and count * itemsize > memory * mesh.size:",

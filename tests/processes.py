@@ -42,7 +42,14 @@ def start(directory, processes, devices, *arguments, verb="train", own=None, env
 
 def launch(directory, index, devices, verb, *arguments, **more):
     """One of them; more: of its environment."""
-    command = [sys.executable, "-m", "jaxfb.cli", verb, str(directory / "tiny.yaml"), *map(str, arguments)]
+    command = [
+        sys.executable,
+        "-m",
+        "jaxfb.cli",
+        *verb.split(),
+        str(directory / "tiny.yaml"),
+        *map(str, arguments),
+    ]
     environment = {
         **os.environ,
         **more,

@@ -26,32 +26,8 @@ from jaxfb.cli.given import is_of_a_given_path
 from jaxfb.cli.keys import as_typed
 from jaxfb.cli.memory import lacks_memory
 from jaxfb.cli.options import POST_TRAINING, parse
-from jaxfb.process.exit_codes import DONE, FAILED, REFUSED, RESUMABLE, UNWRITTEN
-from jaxfb.refusal import Refused, StorageError
-
-# What a disk, its permissions or a path that is not there refuse: a sentence with the path is enough.
-OF_THE_DISK = frozenset(
-    getattr(errno, name)
-    for name in (
-        "ENOSPC",
-        "EDQUOT",
-        "EROFS",
-        "EACCES",
-        "EPERM",
-        "EIO",
-        "EFBIG",
-        "ESTALE",
-        "ELOOP",
-        "ENAMETOOLONG",
-        "ENOENT",
-        "EEXIST",
-        "ENOTDIR",
-        "EISDIR",
-        "EMFILE",
-        "ENFILE",
-    )
-    if hasattr(errno, name)
-)
+from jaxfb.process.exit_codes import DONE, FAILED, REFUSED, RESUMABLE, UNWRITTEN, code_of
+from jaxfb.refusal import Refused
 
 # After so many new objects Python looks for cycles among them. Its own number, 700, takes 0.8 s of the 10 s of
 # processor time that a tiny run needs: nearly all that imports and tracing make stays.
@@ -108,7 +84,7 @@ def _explained(error: Exception, options: argparse.Namespace) -> int | None:
 
 
 def _explained_by_system(error: OSError, options: argparse.Namespace) -> int | None:
-    if error.errno not in OF_THE_DISK and not isinstance(error, StorageError):
+    if code_of(error) != UNWRITTEN:
         return None
     where = f": {error.filename}" if error.filename else ""
     sentence = f"{error.strerror}{where}{_place_of(error)}" if error.errno else str(error)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from jaxfb.cli.given import hosts_given, model_of, run_dir_of
 from jaxfb.cli.options import FILTERS
-from jaxfb.process.exit_codes import DONE, LOST
+from jaxfb.process.exit_codes import DONE
 from jaxfb.refusal import Refused, integer
 
 
@@ -36,7 +36,7 @@ def _unless_lost(run: Callable[[], object]) -> int:
         run()
     except LostProcess as error:
         print(f"jaxfb: {error}", file=sys.stderr)
-        return LOST
+        return error.exit_code
     return DONE
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from jaxfb.cli.given import hosts_given
 from jaxfb.cli.memory import lacks_memory
 from jaxfb.cli.options import LAUNCHED
-from jaxfb.process.exit_codes import DONE, LOST, REFUSED, RESUMABLE
+from jaxfb.process.exit_codes import DONE, REFUSED, RESUMABLE
 from jaxfb.process.signals import caught_here
 from jaxfb.refusal import Refused
 
@@ -171,7 +171,7 @@ def _ended(config: Any, options) -> int:
         return error.exit_code
     except trainer.LostProcess as error:
         print(f"jaxfb: {error}", file=sys.stderr)
-        return LOST
+        return error.exit_code
     except Exception as error:
         if not lacks_memory(error, config):
             raise

@@ -1,5 +1,11 @@
 """Exit codes of the command line: what a supervisor or a script decides by. README.md lists them."""
 
+from __future__ import annotations
+
+import errno
+
+from jaxfb.refusal import Refused, StorageError
+
 DONE = 0
 FAILED = 1
 """A check found a difference, a plan does not fit, or a bug ended the process."""
@@ -14,3 +20,36 @@ GAVE_UP = 78
 """Updates stayed non-finite, or spikes kept coming."""
 FAULTY = 79
 """A device computes wrongly."""
+
+# What a disk, its permissions or a path that is not there refuse: a sentence with the path is enough.
+OF_THE_DISK = frozenset(
+    getattr(errno, name)
+    for name in (
+        "ENOSPC",
+        "EDQUOT",
+        "EROFS",
+        "EACCES",
+        "EPERM",
+        "EIO",
+        "EFBIG",
+        "ESTALE",
+        "ELOOP",
+        "ENAMETOOLONG",
+        "ENOENT",
+        "EEXIST",
+        "ENOTDIR",
+        "EISDIR",
+        "EMFILE",
+        "ENFILE",
+    )
+    if hasattr(errno, name)
+)
+
+
+def code_of(error: BaseException) -> int:
+    """Returns the exit code that an error ends a command with, as far as its type tells."""
+    if isinstance(error, Refused):
+        return REFUSED
+    if isinstance(error, StorageError):
+        return UNWRITTEN
+    return UNWRITTEN if isinstance(error, OSError) and error.errno in OF_THE_DISK else FAILED

@@ -20,7 +20,7 @@ import jax
 
 from jaxfb.config.operation import HostsConfig
 from jaxfb.platforms.compat import coordination, leave_coordination
-from jaxfb.process.exit_codes import LOST, RESUMABLE
+from jaxfb.process.exit_codes import LOST, REFUSED, RESUMABLE, UNWRITTEN, code_of
 from jaxfb.process.fault_points import reach
 from jaxfb.process.position import here
 from jaxfb.refusal import Refused
@@ -28,7 +28,17 @@ from jaxfb.training.abort import report_before_abort
 from jaxfb.training.agreement import check_agreement
 from jaxfb.training.interrupt import Stopped
 from jaxfb.training.join import join
-from jaxfb.training.watch import FAILED, STOPPED, LostProcess, Watch, leave, start_again
+from jaxfb.training.watch import (
+    CANNOT_WRITE,
+    EXIT_CODES,
+    FAILED,
+    REFUSES,
+    STOPPED,
+    LostProcess,
+    Watch,
+    leave,
+    start_again,
+)
 
 __all__ = ["LOST", "Hosts", "LostProcess", "leave"]
 
@@ -228,7 +238,7 @@ class Hosts:
         self._client.key_value_set(f"{key}/{self.index}", "")
         if not self.is_first:
             if (told := self._await(f"{key}/gone", 0, watch)) is None:
-                raise LostProcess(f"{watch.cause(SLICE)}; {self._advice()}")
+                raise LostProcess(f"{watch.cause(SLICE)}; {self._advice()}", EXIT_CODES[watch.kind])
             return json.loads(told)
         gone = [k for k in range(1, self.count) if self._await(f"{key}/{k}", k, watch) is None]
         self._client.key_value_set(f"{key}/gone", json.dumps(gone))
@@ -261,10 +271,18 @@ class Hosts:
         if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
             cause = watch.cause(self.config.lost_after + 2 * SLICE)
             if cause:
-                watch.fail(cause)
-                raise LostProcess(f"{cause}; {self._advice()}") from error
-        kind = "" if stopped else f"{type(error).__name__}: "
-        watch.fail(f"{kind}{str(error).partition(chr(10))[0]}"[:500], STOPPED if stopped else FAILED)
+                watch.fail(cause, watch.kind)
+                raise LostProcess(f"{cause}; {self._advice()}", EXIT_CODES[watch.kind]) from error
+        kind = _kind_of(error)
+        name = "" if kind in (STOPPED, REFUSES) else f"{type(error).__name__}: "
+        watch.fail(f"{name}{str(error).partition(chr(10))[0]}"[:500], kind)
+
+
+def _kind_of(error: BaseException) -> str:
+    """Returns how a process ends that tells the others of this error."""
+    if isinstance(error, Stopped):
+        return STOPPED
+    return {REFUSED: REFUSES, UNWRITTEN: CANNOT_WRITE}.get(code_of(error), FAILED)
 
 
 def _outcome(function: Callable[[], Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from jaxfb.config.operation import HostsConfig
-from jaxfb.process.exit_codes import LOST, RESUMABLE
+from jaxfb.process.exit_codes import LOST, REFUSED, RESUMABLE, UNWRITTEN
 from jaxfb.process.position import Position, here
 from jaxfb.training.signs import Sign, Signs
 
@@ -31,11 +31,22 @@ BRIEFLY = (
 NATIVE_MARGIN = 60.0  # seconds after which a process ends whose Python does not run at all
 SIGNS_APART = 3  # updates, at least 0.25 s, and more seconds in a job of very many processes
 STDERR = 2
-FAILED, STUCK, STOPPED = "failed", "stuck", "stopped"  # how a process ends that tells the others
+FAILED, STUCK, STOPPED, REFUSES, CANNOT_WRITE = "failed", "stuck", "stopped", "refuses", "cannot write"
+"""How a process ends that tells the others."""
+EXIT_CODES = {FAILED: LOST, STUCK: LOST, STOPPED: RESUMABLE, REFUSES: REFUSED, CANNOT_WRITE: UNWRITTEN}
+"""With which the others end. Where another start would change nothing it is final for them too: where each host has a
+`jaxfb launch`, theirs would start again and wait for a process that does not come."""
 
 
 class LostProcess(RuntimeError):
-    """Another process of the job is gone: this one cannot continue, a new start with --resume can."""
+    """Another process of the job is gone: this one cannot continue, a new start with --resume can.
+
+    exit_code: with which a command ends.
+    """
+
+    def __init__(self, message: str, exit_code: int = LOST):
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class Watch:
@@ -96,6 +107,11 @@ class Watch:
         self._main_decides = True
         self._found.wait(seconds)
         return self._verdict
+
+    @property
+    def kind(self) -> str:
+        """Returns how this process ends because of the others, once the cause is found."""
+        return self._kind
 
     def gone(self) -> set[int]:
         """Returns the others that were lost or have ended early; this process no longer ends because of them."""
@@ -167,7 +183,7 @@ class Watch:
         others = [other for other in self._reports if other != self._index]
         for other in sorted(others, key=lambda other: self._reports[other][0] == STOPPED):
             self._kind, reason = self._reports[other]
-            ended = "was stopped" if self._kind == STOPPED else "failed"
+            ended = {STOPPED: "was stopped", REFUSES: "is refused"}.get(self._kind, "failed")
             return f"[hosts] {self._names[other]} {ended}: {reason}; {self._names[self._index]} ends"
         if silent := self._who_is_silent():
             self._kind = FAILED
@@ -211,7 +227,7 @@ class Watch:
             flush=True,
         )
         self.fail(str(self._verdict), self._kind)
-        leave(RESUMABLE if self._kind == STOPPED else LOST)
+        leave(EXIT_CODES[self._kind])
 
     def _read(self, kind: str) -> Mapping[int, str]:
         found: Iterable[tuple[str, str]] = self._client.key_value_dir_get(f"{self._prefix}/{kind}/")

@@ -1,4 +1,4 @@
-"""A process that another one leaves alone ends with a sentence and the exit code of a lost process."""
+"""A process that another one leaves alone ends with a sentence and an exit code that tells whether to start again."""
 
 import pytest
 
@@ -12,11 +12,12 @@ COMMANDS = {
 }
 
 
+@pytest.mark.parametrize("code", [{}, {"exit_code": 2}], ids=["lost", "refused"])
 @pytest.mark.parametrize("arguments, name", COMMANDS.values(), ids=COMMANDS)
-def test_a_lost_process_is_a_sentence_and_76(arguments, name, monkeypatch, capsys):
+def test_a_lost_process_is_a_sentence_and_an_exit_code(arguments, name, code, monkeypatch, capsys):
     def lost(options):
-        raise LostProcess("[hosts] process 1 of 2 (b) has failed; start again")
+        raise LostProcess("[hosts] process 1 of 2 (b) has failed; start again", **code)
 
     monkeypatch.setattr(command, name, lost)
-    assert main(arguments) == 76
+    assert main(arguments) == code.get("exit_code", 76)
     assert capsys.readouterr().err == "jaxfb: [hosts] process 1 of 2 (b) has failed; start again\n"

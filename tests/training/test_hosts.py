@@ -1,5 +1,6 @@
 """Several processes: who is who, who differs in what, who is gone. Without a device, but for one job of two."""
 
+import errno
 import io
 import itertools
 import socket
@@ -20,13 +21,15 @@ from jaxfb.batch_plan import BatchPlan
 from jaxfb.config import load_config
 from jaxfb.config.operation import HostsConfig
 from jaxfb.process.position import Position
+from jaxfb.refusal import Refused, StorageError
 from jaxfb.training.agreement import check_agreement, what_runs
 from jaxfb.training.batches import rows_here
 from jaxfb.training.cluster import Place, find_place
-from jaxfb.training.hosts import Hosts
+from jaxfb.training.hosts import Hosts, LostProcess
+from jaxfb.training.interrupt import Stopped
 from jaxfb.training.join import _bind_address
 from jaxfb.training.run_dir import RunDirectory
-from jaxfb.training.watch import Watch
+from jaxfb.training.watch import EXIT_CODES, Watch, start_again
 
 LAUNCH = Path(__file__).parents[2] / "examples" / "launch"
 SLURM = {
@@ -235,7 +238,7 @@ def of_two(store, index):
     """One of two processes that share a store, without `jax.distributed`."""
     hosts = Hosts.__new__(Hosts)
     hosts._client, hosts.index, hosts.count, hosts.config = store, index, 2, HostsConfig()
-    hosts._prefix, hosts._calls = "job", itertools.count()
+    hosts._prefix, hosts._calls, hosts._advice = "job", itertools.count(), start_again
     return hosts
 
 
@@ -293,6 +296,36 @@ def test_a_process_that_fails_says_why():
     try:
         two.fail("OSError: disk full")
         assert one.cause(30.0) == "[hosts] process 1 of 3 failed: OSError: disk full; process 0 of 3 ends"
+    finally:
+        one.stop(), two.stop()
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "sentence"),
+    [
+        (Refused("[model] num_heads=3 is wrong"), 2, "is refused: [model] num_heads=3 is wrong"),
+        (StorageError("the disk is full"), 74, "failed: StorageError: the disk is full"),
+        (OSError(errno.ENOSPC, "No space left"), 74, "failed: OSError: [Errno 28] No space left"),
+        (OSError(errno.ECONNRESET, "reset"), 76, "failed: ConnectionResetError: [Errno 104] reset"),
+        (Stopped("SIGTERM"), 75, "was stopped: SIGTERM"),
+        (KeyError("layer"), 76, "failed: KeyError: 'layer'"),
+    ],
+)
+def test_the_others_end_for_good_where_another_start_would_change_nothing(error, code, sentence, monkeypatch):
+    """Each host's `jaxfb launch` sees its own process alone."""
+    monkeypatch.setattr("jaxfb.training.hosts.atexit.register", lambda *_: None)
+    store = Store()
+    one, two = watch(store, 0, lost_after=1.0), watch(store, 1, lost_after=1.0)
+    try:
+        of_two(store, 1)._fail(two, error)
+        assert one.cause(30.0) == f"[hosts] process 1 of 3 {sentence}; process 0 of 3 ends"
+        broken = jax.errors.JaxRuntimeError("connection closed by peer")
+        with pytest.raises(LostProcess) as lost:
+            of_two(store, 0)._fail(one, broken)
+        assert lost.value.exit_code == code
+        three = watch(store, 2, lost_after=1.0)
+        assert three.cause(30.0) and EXIT_CODES[three.kind] == code
+        three.stop()
     finally:
         one.stop(), two.stop()
 

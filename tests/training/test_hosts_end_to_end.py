@@ -191,10 +191,13 @@ def test_a_signal_to_one_process_ends_all_after_the_same_update(tmp_path, data):
 
 
 def test_a_process_that_is_refused_before_it_joins_ends_the_other_with_its_reason(tmp_path, data):
-    """The other would wait for it for hosts.timeout."""
+    """The other would wait for it for hosts.timeout; under a `jaxfb launch` on each host, at every restart."""
     write(tmp_path, data, {"data": 2})
-    assert finish(start(tmp_path, 2, 1, own={1: ["model.num_heads=3"]})) == [76, 2], logs(tmp_path, 2)
-    assert "process 1 of 2" in logs(tmp_path, 1)[0] and "num_heads=3" in logs(tmp_path, 1)[0]
+    jobs = start(tmp_path, 2, 1, own={1: ["model.num_heads=3"]}, verb="launch train")
+    assert finish(jobs) == [2, 2], logs(tmp_path, 2)
+    said = logs(tmp_path, 1)[0]
+    assert "process 1 of 2" in said and "is refused" in said and "num_heads=3" in said
+    assert "starting again" not in said
 
 
 def test_the_local_recipe_trains(tmp_path, data):
