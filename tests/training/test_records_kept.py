@@ -38,8 +38,9 @@ def recorded(run):
     return [[record["step"] for record in records if name in record] for name in ("loss", "eval/loss")]
 
 
-@pytest.mark.parametrize("number, remedy", [(errno.ENOSPC, "free some space, then "), (errno.EIO, "")])
-@pytest.mark.parametrize("first", [2, 5])
+@pytest.mark.parametrize(
+    "first, number, remedy", [(2, errno.EIO, ""), (5, errno.ENOSPC, "free some space, then ")], ids=["2", "5"]
+)
 def test_records_that_could_not_be_written_are_there_once_the_run_has_continued(
     config, capsys, monkeypatch, first, number, remedy
 ):
