@@ -538,7 +538,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_config_without_the_dtype_of_reductions",
-        "training/setup.py",
+        "training/from_config/options.py",
         "        **_of(config.precision, PrecisionOptions),\n",
         '        "accum_dtype": config.precision.accum_dtype,\n',
         "config/test_config.py::test_every_shared_option_reaches_the_engine",
@@ -1145,7 +1145,7 @@ MUTATIONS = (
     Mutation(
         "a_config_in_float64_is_planned_in_32_bits",
         "planner/job.py",
-        "    with setup.with_float64(config):",
+        "    with with_float64(config):",
         "    if True:",
         "planner/test_formula.py::test_a_config_in_float64_is_counted_in_64_bits_outside_tests_too",
     ),
@@ -1737,7 +1737,7 @@ MUTATIONS = (
     ),
     Mutation(
         "memory_of_an_update_unchecked_on_cpus",
-        "training/setup.py",
+        "training/from_config/options.py",
         "attribute_of(*_CHECK_PROGRAM)(config)",
         "None",
         "planner/test_host_fit.py::test_every_command_refuses_an_update_larger_than_what_is_free",

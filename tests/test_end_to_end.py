@@ -20,7 +20,9 @@ from jaxfb.models.config import num_params
 from jaxfb.models.lora import without_adapters
 from jaxfb.models.transformer import transformer
 from jaxfb.planner.job import abstract_mesh
-from jaxfb.training.setup import abstract_params, eval_plan, model_sizes, optimizer, run_plan, train_plan
+from jaxfb.training.from_config.optimizer import optimizer
+from jaxfb.training.from_config.plans import eval_plan, run_plan, train_plan
+from jaxfb.training.from_config.sizes import abstract_params, model_sizes
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = [p for p in sorted((ROOT / "configs").glob("*.yaml")) if isinstance(load_config(p), Config)]

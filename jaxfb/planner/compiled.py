@@ -182,7 +182,7 @@ def _answer(config: Config, topology: Topology, directory: Path) -> dict:
 
     from jaxfb.planner.job import make_job
     from jaxfb.planner.routing import routed
-    from jaxfb.training.setup import enable_float64
+    from jaxfb.training.from_config.dtypes import enable_float64
 
     enable_float64(config)
     jax.config.update(

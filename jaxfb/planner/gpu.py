@@ -144,7 +144,7 @@ def takes_flash(config: Config, topology: Topology) -> bool:
       ValueError: "cudnn" was asked for where it cannot run.
     """
     from jaxfb.planner.job import abstract_device, abstract_mesh, model_sizes
-    from jaxfb.training.setup import check_attention
+    from jaxfb.training.from_config.sizes import check_attention
 
     chosen = getattr(config.model, "attention", None)
     if chosen not in ("auto", "cudnn") or config.mesh.context > 1:

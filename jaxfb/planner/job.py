@@ -25,7 +25,12 @@ from jaxfb.parallel.sharding import axes_of, shardings
 from jaxfb.parallel.tensor import check_tensor_divides
 from jaxfb.planner.topology import Topology
 from jaxfb.refusal import Refused
-from jaxfb.training import setup
+from jaxfb.training.from_config.dtypes import with_float64
+from jaxfb.training.from_config.optimizer import optimizer
+from jaxfb.training.from_config.plans import run_plan, train_plan
+from jaxfb.training.from_config.sizes import built_in, check_attention
+from jaxfb.training.from_config.sizes import model_sizes as sizes_of
+from jaxfb.training.setup import Setup
 from jaxfb.update.train_step import TrainState, TrainStep
 
 PyTree = Any
@@ -71,7 +76,7 @@ def make_job(config: Config, mesh: Mesh | AbstractMesh, sizes: TransformerConfig
     Raises:
       ValueError: what `jaxfb train` would refuse before it compiles.
     """
-    with setup.with_float64(config):
+    with with_float64(config):
         return _made_job(config, mesh, sizes or model_sizes(config))
 
 
@@ -79,11 +84,11 @@ def _made_job(config: Config, mesh: Mesh | AbstractMesh, sizes: TransformerConfi
     on: Any = mesh  # sizes and names of its axes are all that is read of it
     check_tensor_divides(sizes, mesh.shape["tensor"])
     check_expert_divides(sizes, mesh.shape["expert"])
-    setup.check_attention(config, sizes, on)
-    plan = setup.train_plan(config, on)
-    run = setup.run_plan(config, {"train": plan}, MANY_ROWS)
+    check_attention(config, sizes, on)
+    plan = train_plan(config, on)
+    run = run_plan(config, {"train": plan}, MANY_ROWS)
     text: Any = None  # nothing reads it
-    made = setup.Setup(config, on, run, text, sizes, transformer(sizes), setup.optimizer(config, run))
+    made = Setup(config, on, run, text, sizes, transformer(sizes), optimizer(config, run))
     step = made.train_step(plan)
     state = step.abstract_state(made.init_params)
     step.forward_backward.check(step.model, state.params, plan)
@@ -95,7 +100,7 @@ def model_sizes(config: Config) -> TransformerConfig:
     vocabulary.
     """
     what, instead = "jaxfb plan", "compile its step with make_train_step(...).lower"
-    model = setup.built_in(config.model, what, instead)
+    model = built_in(config.model, what, instead)
     known = {"bpe": config.data.vocab_size, "bytes": 257}
     if model.vocab_size is None and config.data.tokenizer not in known:
         raise Refused(
@@ -103,7 +108,7 @@ def model_sizes(config: Config) -> TransformerConfig:
             "add model.vocab_size=128256"
         )
     vocabulary = known.get(config.data.tokenizer, model.vocab_size or 0)
-    return setup.built_in(setup.model_sizes(config, vocabulary), what, instead)
+    return built_in(sizes_of(config, vocabulary), what, instead)
 
 
 def abstract_mesh(config: Config, num_devices: int, device: AbstractDevice | None) -> AbstractMesh:

@@ -30,8 +30,8 @@ from jaxfb.refusal import Refused
 from jaxfb.rl.policy import make_task, row_slots
 from jaxfb.rl.start import Base, check_run, tokenizer_of
 from jaxfb.rl.tasks import check_task
-from jaxfb.training import setup
-from jaxfb.training.setup import compute_dtype, param_dtype
+from jaxfb.training.from_config.dtypes import compute_dtype, param_dtype
+from jaxfb.training.from_config.sizes import POST_TRAINING, built_in, model_sizes
 
 MANY = 10**6  # updates of a run whose length nobody asks for
 _PROMPTS: dict[str, int] = {}
@@ -66,7 +66,7 @@ def planned(config: PostTrainingConfig, topology: Topology) -> Planned:
     mesh: Any = abstract_mesh(sized, topology.num_devices, abstract_device(topology))
     check_run(config)
     tokenizer = tokenizer_of(config)
-    sizes = setup.built_in(setup.model_sizes(config, tokenizer.vocab_size), *setup.POST_TRAINING)
+    sizes = built_in(model_sizes(config, tokenizer.vocab_size), *POST_TRAINING)
     length = _row_length(config, Base(config, mesh, tokenizer, sizes))
     update = _as_pretraining(config, sizes, length, config.plans.train, topology)
     widths = dict(_by_width(config, update, topology))

@@ -22,7 +22,8 @@ from jaxfb.models.transformer import init_params, transformer
 from jaxfb.optim import make_optimizer
 from jaxfb.rl.rows import Rows, cut
 from jaxfb.rl.start import Base, check_packing
-from jaxfb.training.setup import param_dtype, step_options
+from jaxfb.training.from_config.dtypes import param_dtype
+from jaxfb.training.from_config.options import step_options
 from jaxfb.types import Pipelined
 from jaxfb.update.train_step import TrainState, make_train_step
 

@@ -38,21 +38,12 @@ from jaxfb.models.transformer import init_params, transformer
 from jaxfb.parallel.expert import check_expert_divides
 from jaxfb.parallel.tensor import check_tensor_divides
 from jaxfb.refusal import Refused
+from jaxfb.training.from_config.dtypes import enable_float64, least_bytes, param_dtype
+from jaxfb.training.from_config.optimizer import check_optimizer, optimizer
+from jaxfb.training.from_config.options import engine_options, step_options
+from jaxfb.training.from_config.sizes import POST_TRAINING, as_stored, built_in, model_sizes
 from jaxfb.training.machine import check_continuation, check_model, check_rows
 from jaxfb.training.parameters import begun, params_in, params_of_run, with_given_adapter
-from jaxfb.training.setup import (
-    POST_TRAINING,
-    as_stored,
-    built_in,
-    check_optimizer,
-    enable_float64,
-    engine_options,
-    least_bytes,
-    model_sizes,
-    optimizer,
-    param_dtype,
-    step_options,
-)
 from jaxfb.types import LossFn, Pipelined
 from jaxfb.update.train_state import TrainState
 from jaxfb.update.train_step import TrainStep, make_train_step

@@ -27,9 +27,9 @@ from jaxfb.rl.advice import planned
 from jaxfb.rl.rows import Rows, Stream, count, cut, digest, held_out_means
 from jaxfb.rl.start import Base, make_base, row_multiple
 from jaxfb.rl.work import PostTraining, flat
+from jaxfb.training.from_config.options import step_options
 from jaxfb.training.machine import check_table
 from jaxfb.training.run_dir import RunDirectory
-from jaxfb.training.setup import step_options
 from jaxfb.update.train_step import StepMetrics, TrainState, TrainStep, make_train_step
 
 PyTree = Any

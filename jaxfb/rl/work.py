@@ -12,9 +12,9 @@ from jaxfb.models.config import flops_per_token
 from jaxfb.refusal import Refused
 from jaxfb.rl.start import Base
 from jaxfb.training.agreement import devices_and_mesh
+from jaxfb.training.from_config.sizes import abstract_params
 from jaxfb.training.parameters import carry_from
 from jaxfb.training.run_dir import RunDirectory
-from jaxfb.training.setup import abstract_params
 from jaxfb.training.work import Work
 from jaxfb.update.train_step import TrainState
 

@@ -29,7 +29,8 @@ from jaxfb.parts import HEADS
 from jaxfb.schedules import default_name
 from jaxfb.shared_options import PrecisionOptions
 from jaxfb.trainable import name_of
-from jaxfb.training.setup import built_in, engine_options
+from jaxfb.training.from_config.options import engine_options
+from jaxfb.training.from_config.sizes import built_in
 from jaxfb.types import PyTree
 
 LENGTH, ROWS, VOCAB, HEAD = 16, 16, 64, 8

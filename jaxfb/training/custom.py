@@ -21,16 +21,11 @@ from jaxfb.refusal import Refused
 from jaxfb.registry import load
 from jaxfb.training.agreement import devices_and_mesh
 from jaxfb.training.batches import rows_here
+from jaxfb.training.from_config.dtypes import enable_float64
+from jaxfb.training.from_config.optimizer import check_optimizer, optimizer
+from jaxfb.training.from_config.options import step_options
+from jaxfb.training.from_config.plans import length_of, run_plan, train_plan
 from jaxfb.training.own_rows import OwnRows, own_rows
-from jaxfb.training.setup import (
-    check_optimizer,
-    enable_float64,
-    length_of,
-    optimizer,
-    run_plan,
-    step_options,
-    train_plan,
-)
 from jaxfb.training.windowed_work import WindowedWork
 from jaxfb.training.work import Say, Table
 from jaxfb.types import LossFn, Pipelined

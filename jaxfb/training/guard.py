@@ -14,7 +14,7 @@ import jax
 from jaxfb.optim import DynamicLossScale
 from jaxfb.parallel.totals import finite
 from jaxfb.process.exit_codes import FAULTY, GAVE_UP
-from jaxfb.training.setup import loss_scale
+from jaxfb.training.from_config.dtypes import loss_scale
 from jaxfb.update.train_step import StepMetrics
 
 SHOWN = 4

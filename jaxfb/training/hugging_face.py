@@ -30,9 +30,9 @@ from jaxfb.pretrained.repository import open_repository, read_json
 from jaxfb.pretrained.tensor_files import NAMES
 from jaxfb.refusal import Refused, choice
 from jaxfb.trainable import name_of
+from jaxfb.training.from_config.sizes import abstract_params
 from jaxfb.training.parameters import weights_of
 from jaxfb.training.run_dir import RunDirectory
-from jaxfb.training.setup import abstract_params
 
 log = logging.getLogger(__name__)
 DTYPES = ("float32", "bfloat16", "float16")

@@ -23,9 +23,9 @@ from jaxfb.pretrained.load import load_params
 from jaxfb.pretrained.peft import load_adapter
 from jaxfb.pretrained.repository import holds_weights, open_repository
 from jaxfb.trainable import name_of
+from jaxfb.training.from_config.dtypes import param_dtype
+from jaxfb.training.from_config.sizes import abstract_params as saved_shapes
 from jaxfb.training.run_dir import RunDirectory
-from jaxfb.training.setup import abstract_params as saved_shapes
-from jaxfb.training.setup import param_dtype
 
 PyTree = Any
 ADAPTERS = 3  # folded into the run's key, which adapters are drawn from

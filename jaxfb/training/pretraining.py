@@ -20,11 +20,13 @@ from jaxfb.training import report
 from jaxfb.training.agreement import what_is_made
 from jaxfb.training.batches import HostBatch, WindowReader
 from jaxfb.training.evaluate import TERM, HeldOut
+from jaxfb.training.from_config.optimizer import optimizer
+from jaxfb.training.from_config.plans import run_plan
 from jaxfb.training.log import named_numbers
 from jaxfb.training.parameters import begun, carry_from, params_in, with_given_adapter
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.session import Run
-from jaxfb.training.setup import Setup, optimizer, run_plan
+from jaxfb.training.setup import Setup
 from jaxfb.training.windowed_work import WindowedWork
 from jaxfb.training.work import Say, Table
 from jaxfb.update.train_step import StepMetrics, TrainStep

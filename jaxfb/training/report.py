@@ -21,10 +21,11 @@ from jaxfb.data.mixture import MixedRows
 from jaxfb.metrics import plot_losses
 from jaxfb.trainable import pruned
 from jaxfb.training.ending import where_it_lies
+from jaxfb.training.from_config.sizes import abstract_params
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.sample import continue_text
 from jaxfb.training.session import Run
-from jaxfb.training.setup import Setup, abstract_params
+from jaxfb.training.setup import Setup
 from jaxfb.training.work import Table
 from jaxfb.types import Pipelined
 

@@ -239,7 +239,7 @@ def test_enumerated_names_are_those_of_the_code():
 def test_every_shared_option_reaches_the_engine():
     """Each with a value that is not its default, from YAML to `EngineOptions`."""
     from jaxfb.forward_backward.options import EngineOptions
-    from jaxfb.training.setup import engine_options
+    from jaxfb.training.from_config.options import engine_options
 
     given = {
         "precision.compute_dtype": ("bfloat16", "compute_dtype"),

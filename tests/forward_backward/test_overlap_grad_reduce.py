@@ -21,7 +21,7 @@ from jaxfb.planner import parse_topology
 from jaxfb.planner.counts import reduces_beside
 from jaxfb.planner.job import abstract_device, abstract_mesh, model_sizes
 from jaxfb.platforms.kinds import V5E, V5P
-from jaxfb.training.setup import engine_options
+from jaxfb.training.from_config.options import engine_options
 
 KEY = jax.random.key(5)
 

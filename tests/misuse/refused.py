@@ -54,8 +54,8 @@ from jaxfb.schedules import KINDS, make
 from jaxfb.schedules.draw import timeline_figure
 from jaxfb.trainable import checked_patterns, pruned
 from jaxfb.training.cluster import find_place
+from jaxfb.training.from_config.sizes import model_sizes
 from jaxfb.training.machine import check_continuation
-from jaxfb.training.setup import model_sizes
 from tests.data.test_loader import numbered_rows
 from tests.rl.test_checks import plan_of, with_
 from tests.rl.test_policy import TINY

@@ -12,7 +12,7 @@ from jaxfb.models.pattern import LayerKind
 from jaxfb.planner.formula import estimate
 from jaxfb.planner.job import model_sizes
 from jaxfb.planner.topology import parse_topology
-from jaxfb.training.setup import stage_lengths
+from jaxfb.training.from_config.options import stage_lengths
 
 PLAIN = TransformerConfig(
     vocab_size=32, num_layers=5, hidden_size=16, num_heads=4, num_kv_heads=2, mlp_size=16

@@ -18,7 +18,7 @@ from jaxfb.config import config_from_dict, config_to_dict, load_config
 from jaxfb.pretrained import open_repository
 from jaxfb.rl import make_work
 from jaxfb.training import hugging_face
-from jaxfb.training.setup import model_sizes
+from jaxfb.training.from_config.sizes import model_sizes
 
 SMALL = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "num_kv_heads": 1, "mlp_size": 16}
 SFT = {

@@ -26,7 +26,7 @@ from jaxfb.pretrained.peft import load_adapter, save_adapter
 from jaxfb.rl.policy import make_policy_work
 from jaxfb.rl.preference import make_preference_work
 from jaxfb.rl.supervised import make_supervised_work
-from jaxfb.training.setup import abstract_params, model_sizes
+from jaxfb.training.from_config.sizes import abstract_params, model_sizes
 
 LORA = {"lora": {"rank": 2, "targets": ["query", "value", "down"], "dropout": 0.1}}
 
