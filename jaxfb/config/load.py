@@ -27,6 +27,7 @@ from jaxfb.config.schema import (
     without_aliases,
 )
 from jaxfb.config.starter import runnable_starter, starter_names
+from jaxfb.pretrained.repository import download_hint
 from jaxfb.refusal import Missing, choice, instance, is_several, refuse, shown
 from jaxfb.registry import load_plugins
 
@@ -174,14 +175,23 @@ def _text(path: Path) -> str:
         raise ConfigError(f"[config] {path} cannot be read: {error.strerror}") from None
 
 
+# A part of what YAML writes about a mistake -> what to do.
+_HINTS = {
+    "alphabetic": "put quotes around a text that begins with *",
+    r"'\t'": "indent with spaces, not tabs",
+    "mapping values are not allowed": "check the indentation, and put quotes around a text that contains ': '",
+    "could not find expected ':'": "write key: value, with a colon and a space",
+}
+
+
 def _parse(text: str, where: str) -> Any:
     try:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f" line {mark.line + 1}" if mark else ""
-        star = "; put quotes around a text that begins with *" if "alphabetic" in str(error.problem) else ""
-        raise ConfigError(f"[config] {where}{line}: {error.problem}{star}") from None
+        hint = next((f"; {hint}" for part, hint in _HINTS.items() if part in str(error.problem)), "")
+        raise ConfigError(f"[config] {where}{line}: {error.problem}{hint}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"[config] {where}: {str(error).splitlines()[0]}") from None
     except RecursionError:
@@ -241,6 +251,8 @@ def _not_found(path: Path) -> str:
     starters = starter_names()
     if close := difflib.get_close_matches(path.stem, starters, n=1, cutoff=0.6):
         return f"[config] {missing}; did you mean the starter config {close[0]}?"
+    if hint := download_hint(path):
+        return f"[config] {missing}{hint}"
     beside = f"in {path.parent}: {', '.join(names)}; " if names else ""
     return f"[config] {missing}; {beside}starter configs: {', '.join(starters)}"
 

@@ -8,6 +8,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from keyword import iskeyword
 from typing import Any, Literal, Union, get_args, get_origin
@@ -54,6 +55,22 @@ SYNONYMS = {
     "exit_interval": "run.stop_at",
     "seed": "run.seed",
     "stage": "mesh.pipe",
+    "mesh.model": "mesh.tensor",
+    "mesh.sequence": "mesh.context",
+    **{
+        f"{name}_parallel{ending}": f"mesh.{axis}"
+        for ending in ("", "ism", "_size", "_degree")
+        for name, axis in {
+            "pipeline": "pipe",
+            "pipeline_model": "pipe",
+            "data": "data",
+            "expert": "expert",
+            "expert_model": "expert",
+            "context": "context",
+            "tensor": "tensor",
+            "tensor_model": "tensor",
+        }.items()
+    },
     **dict.fromkeys(
         ("seq_len", "seq_length", "block_size", "context_length", "max_length"), "data.sequence_length"
     ),
@@ -113,6 +130,7 @@ def build(cls: type, values: Any, prefix: str = "", root: type | None = None) ->
                 f"[config] {prefix}{shown(key)} is not a key; choose one of {', '.join(fields)}"
             )
         if key not in fields:
+            _check_kind(fields, values, f"{prefix}{key}", root)
             raise ConfigError(unknown_key(f"{prefix}{key}", root))
     built = {name: _value(fields[name], given, f"{prefix}{name}", root) for name, given in values.items()}
     if hasattr(cls, "completed"):
@@ -122,6 +140,18 @@ def build(cls: type, values: Any, prefix: str = "", root: type | None = None) ->
         them = "it" if len(missing) == 1 else "them"
         raise ConfigError(f"[config] {', '.join(missing)} must be given; add {them} to the file")
     return cls(**{_attribute(name): value for name, value in built.items()})
+
+
+def _check_kind(fields: Mapping[str, _Field], values: Mapping[str, Any], key: str, root: type) -> None:
+    """Refuses a key that exists, but in another kind of its section: model.num_layers with model.name=bigram."""
+    if key not in all_keys(root):
+        return
+    section = key.rpartition(".")[0]
+    for name in fields:
+        if name in values:  # a wrong name of the kind is refused instead
+            _value(fields[name], values[name], f"{section}.{name}", root)
+    given = " and ".join(f"{section}.{name}={_as_written(values[name])}" for name in fields if name in values)
+    raise ConfigError(f"[config] {key} is no key of a {section} with {given}; it has {', '.join(fields)}")
 
 
 def without_aliases(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -269,7 +299,7 @@ def _nearest(key: str, keys: list[str]) -> str | None:
     named = [*keys, *(alias for alias, meant in ALIASES.items() if meant in keys)]
     siblings = {k.rpartition(".")[2]: k for k in named if k.rpartition(".")[0] == section}
     anywhere = {k.rpartition(".")[2]: k for k in reversed(keys)}
-    known = ALIASES.get(key) or SYNONYMS.get(name) or POLICY_SYNONYMS.get(name)
+    known = ALIASES.get(key) or SYNONYMS.get(key) or SYNONYMS.get(name) or POLICY_SYNONYMS.get(name)
     known = known if known in keys else None
     for names in (siblings, {name: known} if known else {}, anywhere):
         close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
@@ -320,8 +350,34 @@ def _wrong_type(hint: Any, given: Any, key: str) -> str:
     words = [str(word) for word in _words(hint)]
     close = difflib.get_close_matches(str(given), words, n=1) if isinstance(given, str) else []
     word = f"[{close[0]}]" if close and get_origin(_options(hint)[0]) is tuple else "".join(close)
-    nearest = f"; did you mean {word}?" if word else ""
-    return f"[config] {key}={_as_written(given)} must be {describe(hint)}{nearest}"
+    nearest = word or _of_the_type(hint, given)
+    return f"[config] {key}={_as_written(given)} must be {describe(hint)}" + (
+        f"; did you mean {nearest}?" if nearest else ""
+    )
+
+
+def _of_the_type(hint: Any, given: Any) -> str | None:
+    """Returns how a value of the wrong type is written in the right one: '8' as 8, 1e3 as 1000, a as [a]."""
+    if get_origin(_options(hint)[0]) is tuple and not isinstance(given, list | Mapping):
+        item = given if isinstance(given, str) else _as_written(given)
+        return f"[{item}]" if _fits(hint, (given,)) else None
+    if not isinstance(given, str | float):
+        return None
+    for kind in (int, float):
+        with suppress(ValueError, OverflowError):
+            if (isinstance(given, str) or kind(given) == given) and _fits(hint, kind(given)):
+                return str(kind(given))
+    return None
+
+
+def _fits(hint: Any, value: Any) -> bool:
+    from pydantic import ValidationError
+
+    try:
+        _adapter(hint).validate_python(value)
+    except ValidationError:
+        return False
+    return True
 
 
 def _as_written(value: Any) -> str:
@@ -419,4 +475,7 @@ def _meant_by_a_word(cls: type, value: Any, section: str) -> str | None:
         names = [*_words(fields_of(cls).get("name", str))]
         for word in difflib.get_close_matches(value, names, n=1):
             return f"{section}.name={word}"
+        key, _, rest = value.replace(":", " ").partition(" ")
+        if key in fields_of(cls) and rest.strip():
+            return f"{key}: {rest.strip()} (with a colon and a space)"
     return f"{SYNONYMS[section]}={shown(value)}" if section in SYNONYMS else None

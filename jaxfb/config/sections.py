@@ -335,8 +335,10 @@ def check_pipeline(mesh: MeshConfig, schedule: str | None, chunks: int) -> None:
     if isinstance(mesh, AutoMesh):
         return
     if mesh.pipe == 1 and (schedule is not None or chunks != 1):
+        given = [f"schedule={schedule}"] * (schedule is not None) + [f"chunks={chunks}"] * (chunks != 1)
+        are, them = ("is a setting", "it") if len(given) == 1 else ("are settings", "both")
         raise Refused(
-            f"[config] schedule={schedule} and chunks={chunks} are settings of a pipeline, but mesh.pipe=1; use "
-            "mesh.pipe=2, or leave both out",
+            f"[config] {' and '.join(given)} {are} of a pipeline, but mesh.pipe=1; use mesh.pipe=2, or leave "
+            f"{them} out",
             [{"mesh.pipe": 2}, {"schedule": None, "chunks": 1}],
         )

@@ -203,9 +203,10 @@ class EngineOptions(LayoutOptions, PrecisionOptions):
         found = {name: value for name, value in given.items() if value != _DEFAULTS[name]}
         if found:
             names = " and ".join(f"{name}={shown(value)}" for name, value in found.items())
+            belong, them = ("belongs", "it") if len(found) == 1 else ("belong", "them")
             raise Refused(
-                f"{names} belong to a pipeline: they need a mesh with pipe > 1, this one has pipe=1; "
-                "make the mesh with pipe=2 or more, or leave them out",
+                f"{names} {belong} to a pipeline, but the mesh has pipe=1; make the mesh with pipe=2 or more, or leave "
+                f"{them} out",
                 [{name: _DEFAULTS[name] for name in found}],
             )
 

@@ -25,6 +25,8 @@ SLICES = {
 }
 """The slices that Cloud TPU makes, by the dimensions of the torus; larger ones of three dimensions consist of cubes of
 4 x 4 x 4 chips. https://docs.cloud.google.com/tpu/docs/v6e and https://docs.cloud.google.com/tpu/docs/v5p."""
+NAMED_BY_CORES = ("v4", "v5p")
+"""Chips whose slices Cloud TPU names by cores, two of a chip: v5p-8 has four chips. Others are named by chips."""
 ALIASES = {"v7x": "tpu7x", "ironwood": "tpu7x", "trillium": "v6e", "v5litepod": "v5e", "v6": "v6e"}
 
 
@@ -59,7 +61,9 @@ def parse_topology(text: str) -> Topology:
     name, colon, shape = text.lower().partition(":")
     name = ALIASES.get(name, name)
     if not colon or not shape:
-        raise Refused(f"[plan] cannot read the topology {text!r}; write one such as {EXAMPLES}")
+        near = _without_a_colon(text.lower())
+        hint = f"did you mean {near}?" if near else f"write one such as {EXAMPLES}"
+        raise Refused(f"[plan] cannot read the topology {text!r}; {hint}")
     if name == "cpu":
         return Topology(text, "cpu", (_count(shape, text, _example(name)),), None)
     if name == "gpu":
@@ -71,6 +75,27 @@ def parse_topology(text: str) -> Topology:
             f"did you mean {_like(close, shape)}?"
         )
     return Topology(f"{name}:{shape}", "tpu", _torus(TPUS[name], shape, text), TPUS[name])
+
+
+def _without_a_colon(text: str) -> str | None:
+    """Returns the topology meant by Cloud TPU's name of a slice (v5p-8, v5litepod-16), or by GPUs alone (h100x8)."""
+    gpus = re.fullmatch(rf"({'|'.join(GPUS)})(?:x(\d+))?", text)
+    if gpus:
+        return f"gpu:{gpus[1]}x{gpus[2] or 8}"
+    name, _, number = text.partition("-")
+    name = ALIASES.get(name, name)
+    if name not in TPUS or name == "tpu7x" or not re.fullmatch(r"[1-9]\d{0,5}", number):
+        return None
+    chips = int(number) // (2 if name in NAMED_BY_CORES else 1)
+    shape = _slice_of(chips, TPUS[name].torus)
+    return shape and f"{name}:{shape} ({chips} chip{'s' * (chips != 1)})"
+
+
+def _slice_of(chips: int, dims: int) -> str | None:
+    """Returns the most compact slice of so many chips, or None where there is none."""
+    cubes = itertools.combinations_with_replacement(range(4, 65, 4), 3) if dims == 3 else ()
+    shapes = [shape for shape in (*SLICES[dims], *cubes) if math.prod(shape) == chips]
+    return _written(min(shapes, key=sum)) if shapes else None
 
 
 def _like(name: str, shape: str) -> str:

@@ -17,7 +17,7 @@ from jaxfb.models.variant import Variant
 from jaxfb.pretrained import fp8, mxfp4
 from jaxfb.pretrained.family import Architecture, depths, refuse
 from jaxfb.pretrained.inert import INERT
-from jaxfb.pretrained.repository import read_json
+from jaxfb.pretrained.repository import download_hint, read_json
 from jaxfb.pretrained.rope_keys import rope_keys, rope_sizes
 from jaxfb.pretrained.values import Values
 from jaxfb.refusal import Refused, shown
@@ -131,6 +131,7 @@ def sizes_in(directory: str | Path) -> TransformerConfig:
     if not os.path.isfile(path / "config.json"):  # unlike pathlib's, False for what cannot be a name
         raise Refused(
             f"[model] from={shown(str(path))} must be a directory with config.json and *.safetensors"
+            f"{download_hint(path)}"
         )
     return sizes_of(read_json(path / "config.json"))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -144,6 +145,13 @@ def holds_weights(directory: Path) -> bool:
     return any((directory / name).is_file() for name in (SINGLE, INDEX))
 
 
+def download_hint(path: Path) -> str:
+    """Returns what to do where a path is a name of the Hugging Face hub; empty for any other."""
+    if path.exists() or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(path)):
+        return ""
+    return f"; jaxfb downloads nothing: get the files first, as with `hf download {path} --local-dir {path}`"
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """Returns the object in a JSON file.
 
@@ -151,7 +159,7 @@ def read_json(file: Path) -> dict[str, Any]:
       ValueError: there is no such file, or no object in it.
     """
     if not file.is_file():
-        raise Refused(f"[hf] there is no file {file}")
+        raise Refused(f"[hf] there is no file {file}{download_hint(file.parent)}")
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # also of text that is no UTF-8, and of endless digits

@@ -145,7 +145,9 @@ def _text(setup: Setup) -> Iterator[tuple[str, Any]]:
 def _split(stats: SplitStats) -> str:
     size = "" if stats.bytes is None else f" of {stats.bytes / 1e6:,.2f} MB"
     rows = f"{stats.rows:,} rows, {stats.fill:.1%} full"
-    return f"{stats.tokens:,} tokens{size} in {stats.documents:,} documents; {rows}"
+    return (
+        f"{stats.tokens:,} tokens{size} in {stats.documents:,} document{'s' * (stats.documents != 1)}; {rows}"
+    )
 
 
 def _model(setup: Setup) -> Iterator[tuple[str, Any]]:

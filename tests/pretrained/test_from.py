@@ -61,6 +61,7 @@ def test_the_sizes_come_from_the_directory_and_stay_when_it_is_gone(tmp_path, di
         ({"rope_theta": 5e5}, "is not the 10000.0 of from="),
         ({"from": ""}, "from='' must not be empty; use model.from=null, or a path"),
         ({"from": "nowhere"}, "from='nowhere' must be a directory with config.json"),
+        ({"from": "Qwen/Qwen3-0.6B"}, "jaxfb downloads nothing: .* `hf download Qwen/Qwen3-0.6B --local-dir"),
     ],
 )
 def test_what_the_directory_contradicts_is_refused(tmp_path, directory, change, wanted):
