@@ -251,10 +251,8 @@ def _not_found(path: Path) -> str:
     starters = starter_names()
     if close := difflib.get_close_matches(path.stem, starters, n=1, cutoff=0.6):
         return f"[config] {missing}; did you mean the starter config {close[0]}?"
-    if hint := download_hint(path):
-        return f"[config] {missing}{hint}"
     beside = f"in {path.parent}: {', '.join(names)}; " if names else ""
-    return f"[config] {missing}; {beside}starter configs: {', '.join(starters)}"
+    return f"[config] {missing}; {beside}starter configs: {', '.join(starters)}{download_hint(path)}"
 
 
 def _beside(path: Path) -> list[Path]:

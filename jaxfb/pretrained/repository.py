@@ -147,9 +147,13 @@ def holds_weights(directory: Path) -> bool:
 
 def download_hint(path: Path) -> str:
     """Returns what to do where a path is a name of the Hugging Face hub; empty for any other."""
-    if path.exists() or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(path)):
+    if (
+        path.parent.exists()
+        or path.parts[0] in ("runs", "configs")
+        or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(path))
+    ):
         return ""
-    return f"; jaxfb downloads nothing: get the files first, as with `hf download {path} --local-dir {path}`"
+    return f"; jaxfb downloads nothing: a model of the Hugging Face hub is fetched by `hf download {path} --local-dir {path}`"
 
 
 def read_json(file: Path) -> dict[str, Any]:
