@@ -147,13 +147,13 @@ def holds_weights(directory: Path) -> bool:
 
 def download_hint(path: Path) -> str:
     """Returns what to do where a path is a name of the Hugging Face hub; empty for any other."""
-    if (
-        path.parent.exists()
-        or path.parts[0] in ("runs", "configs")
-        or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(path))
-    ):
+    name = str(path)
+    if path.parent.exists() or path.parts[0] in ("runs", "configs"):
         return ""
-    return f"; jaxfb downloads nothing: a model of the Hugging Face hub is fetched by `hf download {path} --local-dir {path}`"
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name):
+        return ""
+    fetch = f"hf download {name} --local-dir {name}"
+    return f"; jaxfb downloads nothing: a model of the Hugging Face hub is fetched by `{fetch}`"
 
 
 def read_json(file: Path) -> dict[str, Any]:
