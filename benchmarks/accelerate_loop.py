@@ -1,4 +1,4 @@
-"""An update next to the plain Hugging Face Accelerate loop of the same Llama: the same losses, tokens a second, memory.
+"""Times an update beside Hugging Face Accelerate's plain loop of the same Llama: equal losses, tokens a second, memory.
 
     python -m venv torch_env && torch_env/bin/pip install -r benchmarks/torch_requirements.txt
     python benchmarks/accelerate_loop.py --torch-python torch_env/bin/python          # CPU, float32; some minutes

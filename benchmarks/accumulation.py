@@ -1,9 +1,9 @@
-"""What accumulation costs: one call over M microbatches against M calls of a jitted `value_and_grad`.
+"""Compares one call over M microbatches with M calls of a jitted `value_and_grad`, in time and memory.
 
     python benchmarks/accumulation.py                   # a minute or two on two CPU cores
     python benchmarks/accumulation.py --hidden 1024 --layers 12 --dtype bfloat16 --seq 2048     # a GPU
 
-and a whole update against `optax.MultiSteps` around the same optimizer: time, and peak bytes of the program.
+Also compares a whole update with `optax.MultiSteps` around the same optimizer: time, and peak bytes of the program.
 All ratios are taken in one run, in interleaved rounds.
 """
 

@@ -1,4 +1,4 @@
-"""What the real TPU compiler says of a data-parallel step with accumulation, without a TPU: memory, reductions.
+"""Compiles a data-parallel step with accumulation for TPUs, without a TPU: memory, reductions.
 
     pip install "jaxfb[plan]"                              # results: jax 0.11.2, libtpu 0.0.48
     python benchmarks/accumulation_tpu.py                  # five minutes on two cores

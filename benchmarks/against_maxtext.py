@@ -1,4 +1,4 @@
-"""Our train step next to MaxText's, on CPU, in one process: the same parameters, tokens, AdamW and clipping.
+"""Times our train step beside MaxText's, on CPU, in one process: the same parameters, tokens, AdamW and clipping.
 
     python3.12 -m venv maxtext_env
     maxtext_env/bin/pip install --no-deps maxtext==0.2.5

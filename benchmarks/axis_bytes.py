@@ -1,4 +1,4 @@
-"""Bytes that a device sends along each mesh axis in one forward and backward: the compiled program's, and by hand.
+"""Compares the bytes that a device sends along each mesh axis in the compiled program with a formula.
 
     python benchmarks/axis_bytes.py                      # three minutes on two cores; nothing is run, only compiled
 

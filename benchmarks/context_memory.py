@@ -1,4 +1,4 @@
-"""Temporary memory of a device against the size of the context axis, at one sequence length, from the CPU's compiler.
+"""Compares a device's temporary memory for several sizes of the context axis, by the CPU's compiler.
 
 python benchmarks/context_memory.py                  # two minutes on two cores; nothing is run, only compiled
 """

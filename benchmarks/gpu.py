@@ -1,17 +1,18 @@
-"""A 1B Llama-like model on one GPU: tokens a second and the share of the matmul rate measured beside it.
+"""Times a 1B Llama-like model on one GPU: tokens a second, and their share of the rate of large matmuls.
 
-    jaxfb bench gpu                       # all parts, the most telling first; on an accelerator
-    jaxfb bench gpu --part rate,step      # some of them; see PARTS below
-    jaxfb bench gpu --minutes 9           # begins nothing new after nine minutes; run it again to go on
-    jaxfb bench gpu --tiny                # the same code at a size for a CPU; prints, keeps nothing
-    jaxfb bench gpu --torch-python PATH   # with the part "accelerate": that python has torch_requirements.txt
+    jaxfb bench gpu                       # all parts, the most informative first; needs an accelerator
+    jaxfb bench gpu --part rate,step      # some of them
+    jaxfb bench gpu --minutes 9           # starts nothing new after nine minutes; run it again to continue
+    jaxfb bench gpu --tiny                # the same code at a size for a CPU; prints and keeps nothing
+    jaxfb bench gpu --torch-python PATH   # with the part "accelerate": a python with benchmarks/torch_requirements.txt
 
 bfloat16 compute, float32 master parameters and gradient sums, AdamW, clipping, 65,536 tokens an update accumulated over
-microbatches. MFU counts the model's operations by hand (`flops_per_token`), none for recomputation, and is given of the
-rate that large bfloat16 products reach on this device in the same session. What does not fit is said so.
+microbatches. The model's operations are those of `flops_per_token`, without recomputation; their rate is given as a
+share of the rate that large bfloat16 products reach on this device in the same session. A setting that does not fit in
+memory is recorded as such.
 
-Every number is written to results/gpu_*.json as soon as it is there, and a setting that is there is not measured again
-(but with --fresh), so a run that is cut off goes on where it was. Compiled programs are kept between runs.
+Every number is written to results/gpu_*.json as soon as it is measured, and is not measured again without --fresh, so a
+run that is cut off continues where it was. Compiled programs are kept between runs.
 """
 
 from __future__ import annotations
@@ -285,7 +286,7 @@ PARTS: dict[str, Callable[[Bench], None]] = {
         context,
         flags,
     )
-}  # the most telling first
+}  # the most informative first
 ALONE = {"accelerate", "profile", "training", "flags"}  # what these measure starts in processes of its own
 PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 
@@ -364,11 +365,13 @@ def arguments():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     names = ",".join(PARTS)
-    parser.add_argument("--part", type=parts, default=list(PARTS), help=f"some of {names}; all, by default")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin nothing new after so many")
-    parser.add_argument("--fresh", action="store_true", help="forget what is on file")
+    parser.add_argument("--part", type=parts, default=list(PARTS), help=f"some of {names} (default: all)")
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="start nothing new after so many minutes"
+    )
+    parser.add_argument("--fresh", action="store_true", help="measure everything again")
     parser.add_argument("--results", type=Path, help="directory of the file (default: benchmarks/results)")
-    parser.add_argument("--tiny", action="store_true", help="a size for a CPU; nothing is kept")
+    parser.add_argument("--tiny", action="store_true", help="use a size for a CPU, and keep nothing")
     parser.add_argument("--torch-python", help="a python with torch_requirements.txt installed")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -1,4 +1,4 @@
-"""Memory of the GPU benchmark's settings as XLA's compiler for an H200 counts it; no GPU needed, only jax[cuda13].
+"""Compiles every setting of the GPU benchmark for an H200 and reports its memory; needs no GPU, only jax[cuda13].
 
     jaxfb bench gpu_compiled          # a quarter of a minute a setting; writes results/gpu_compiled_h200_*.json
 

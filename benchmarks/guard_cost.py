@@ -1,4 +1,4 @@
-"""What the guards of a run cost: an update computed twice, copies compared, and a checkpoint's checksums.
+"""Times the guards of a run: an update computed twice, copies compared, and a checkpoint's checksums.
 
 python benchmarks/guard_cost.py           # a minute on two cores; four simulated devices, data 2 x fsdp 2
 

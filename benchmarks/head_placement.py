@@ -1,4 +1,4 @@
-"""What each placement of the head costs in a pipeline, at a vocabulary of 128k.
+"""Times each placement of the head in a pipeline, at a vocabulary of 128k.
 
     python benchmarks/head_placement.py                  # five minutes on two cores
 

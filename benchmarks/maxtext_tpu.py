@@ -1,4 +1,4 @@
-"""What the TPU compiler says of MaxText's train step, without a TPU: the other side of the two `*_tpu.py` beside it.
+"""Compiles MaxText's train step for TPUs, without a TPU, for comparison in accumulation_tpu and pipeline_tpu.
 
     python3.12 -m venv maxtext_env && maxtext_env/bin/pip install -r benchmarks/maxtext_requirements.txt
     maxtext_env/bin/pip install --no-deps maxtext==0.2.5 && maxtext_env/bin/pip install libtpu==0.0.48

@@ -1,4 +1,4 @@
-"""What a mixture of experts costs beside a dense model of equal active flops: forward and backward of one update.
+"""Times a mixture of experts beside a dense model of equal active flops: forward and backward of one update.
 
     python benchmarks/moe_against_dense.py                # some minutes on two CPU cores; four simulated devices
     python benchmarks/moe_against_dense.py --hidden 2048 --width 1408 --experts 64 --per-token 6 --dtype bfloat16

@@ -1,4 +1,4 @@
-"""Step time next to torch.distributed.pipelining: CPU, two stages, one thread each, the same model and microbatches.
+"""Times a pipeline beside torch.distributed.pipelining: CPU, two stages of one thread, the same model and microbatches.
 
     python -m venv torch_env && torch_env/bin/pip install -r benchmarks/torch_requirements.txt
     python benchmarks/pipeline_against_torch.py --torch-python torch_env/bin/python

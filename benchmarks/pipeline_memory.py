@@ -1,4 +1,4 @@
-"""Temporary memory, compile time and program size of a pipeline against the number of microbatches, on CPU.
+"""Compares memory, compile time and program size of a pipeline for several numbers of microbatches, on CPU.
 
     python benchmarks/pipeline_memory.py                  # ten minutes on two cores
 

@@ -1,4 +1,4 @@
-"""Measured step time of a pipeline against the time that `Schedule.simulate` gives, and schedule against schedule.
+"""Compares the measured step times of pipeline schedules with those of `Schedule.simulate`.
 
     python benchmarks/pipeline_time.py                  # a few minutes on two cores
 

@@ -1,4 +1,4 @@
-"""What the real TPU compiler says of a pipelined train step, without a TPU: memory, collectives, overlap.
+"""Compiles a pipelined train step for TPUs, without a TPU: memory, collectives, overlap.
 
     pip install "jaxfb[plan]"                                                # results: jax 0.11.2, libtpu 0.0.48
     python benchmarks/pipeline_tpu.py                                        # all of it: an hour on two cores

@@ -1,4 +1,4 @@
-"""The planner's formula compared with the compilers, for every row of `real_sizes_tpu.json` and `real_sizes_gpu.json`.
+"""Compares the planner's formula with the compilers, for every row of `real_sizes_tpu.json` and `real_sizes_gpu.json`.
 
 python benchmarks/planner_accuracy.py       # after either benchmark, or a change of jaxfb/planner/formula.py; seconds
 """

@@ -1,4 +1,4 @@
-"""Time from the death of a process to the next applied update under `jaxfb launch`, and the updates that are lost.
+"""Times from the death of a process to the next applied update under `jaxfb launch`, and counts the lost updates.
 
 python benchmarks/restart.py              # six minutes on two cores; the quickstart, a process for each CPU device
 

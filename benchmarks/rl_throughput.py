@@ -1,4 +1,4 @@
-"""The passes of post-training over rows of unequal length: padded microbatches, a token budget, packed rows.
+"""Times the passes of post-training over rows of unequal length: padded microbatches, a token budget, packed rows.
 
     python benchmarks/rl_throughput.py            # some minutes on two CPU cores
     python benchmarks/rl_throughput.py --tiny     # seconds; prints, writes nothing

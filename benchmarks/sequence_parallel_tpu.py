@@ -1,4 +1,4 @@
-"""Sequence parallel by the real TPU compiler, without a TPU: collectives along tensor and memory, with and without.
+"""Compiles sequence parallelism for TPUs, without a TPU: collectives along tensor and memory, with and without it.
 
 pip install "jaxfb[plan]"
 python benchmarks/sequence_parallel_tpu.py           # four minutes on two cores; v5e 2x2, tensor 4

@@ -1,4 +1,4 @@
-"""What an update in parts costs: `step.gradients` and `step.apply` beside the fused step, in one process.
+"""Times an update in parts, `step.gradients` and `step.apply`, beside the fused step, in one process.
 
 python benchmarks/split_step.py           # two minutes on two cores; four simulated devices, data 2 x fsdp 2
 

@@ -1,4 +1,4 @@
-"""What the host holds while weights of Hugging Face files are read, imported and exported: an 8B-sized directory.
+"""Measures the host's memory while Hugging Face files of 8B sizes are read, imported and exported.
 
 python benchmarks/weights_memory.py --layers 4      # two minutes on two cores; 32 layers: ten times that, 35 GB of disk
 

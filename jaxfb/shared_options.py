@@ -27,7 +27,7 @@ class PrecisionOptions:
 
     compute_dtype: params are cast to it once a call, before the microbatch loop; None leaves them.
     accum_dtype: dtype of the gradient sum; None is float32, or float64 for float64 params.
-    reduce_dtype: in which each microbatch's gradients are sent and summed over fsdp, expert and context under
+    reduce_dtype: dtype in which each microbatch's gradients are sent and summed over fsdp, expert and context under
       fsdp_gather="layer", and over data under optimizer_sharding="gradients", before they are added to the sum over
       microbatches; None is accum_dtype. "bfloat16" sends half the bytes of float32, and rounds each device's part
       and their sum. Reductions after the last microbatch are in accum_dtype.

@@ -253,13 +253,13 @@ def _add_sampling(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
     verb.add_argument(
         "--dtype",
-        help="compute in float32, bfloat16 or float16, with parameters in it (default: as they are saved)",
+        help="float32, bfloat16 or float16, of parameters and computation (default: as saved)",
     )
     verb.add_argument("overrides", nargs="*", metavar=OVERRIDE, help=OVERRIDES)
 
 
 def _add_replay(verbs) -> None:
-    text = "compute the update again at which a guard ended a run; exit code 0 if the bits are the same, 1 if not"
+    text = "compute again the update at which a guard ended a run; exit code 0 if the bits are the same, 1 if not"
     verb = _verb(verbs, "replay", text)
     verb.add_argument("dump", metavar="DUMP", help="a directory RUN/dumps/update-N")
     _add_hosts(verb)

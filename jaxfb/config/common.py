@@ -24,8 +24,8 @@ class CommonConfig:
       "package.module:function"; null is 1f1b, or interleaved with several chunks.
     chunks:   stages that each device of the pipe axis holds.
     trainable: patterns of dotted names of the parameters that are trained, such as ["layers.attention.*", "*.bias"];
-      `*` stands for dots too, and a name for all below it. The others are frozen. null: all are trained, or with
-      `lora` the adapters alone, to which these are added.
+      `*` also matches dots, and the name of a subtree selects everything below it. The others are frozen. null: all
+      are trained, or with `lora` the adapters alone, to which these are added.
     plugins:  modules that are imported before the config is checked, for the parts of your own that they register.
     """
 

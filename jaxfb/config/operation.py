@@ -13,7 +13,8 @@ from jaxfb.parts import WRITERS
 class LocalConfig:
     """Checkpoints on the disk of each host, between those of the run directory; see docs/reliability.md.
 
-    every: after so many updates. keep: how many of the newest.
+    every: saves after each so many updates.
+    keep:  how many of the newest checkpoints are kept.
     dir:   a directory of each host, such as /scratch/jaxfb, or /dev/shm/jaxfb for memory; $VARIABLES are filled in.
     """
 
@@ -71,13 +72,15 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class HostsConfig:
-    """Lists the processes of the job; it changes where the run computes, never what, and so is not saved with it.
+    """Lists the processes of the job, and how long they wait; it never changes results and is not saved with the run.
 
-    coordinator, processes, process_id: HOST:PORT of process 0, how many there are, which one this is; null
-      takes $JAX_COORDINATOR_ADDRESS, $JAX_NUM_PROCESSES and $JAX_PROCESS_ID, then what the launcher sets.
-    cluster:       "auto" asks Slurm, Open MPI, Kubernetes and TPU pods; "none" asks nobody; or one of jax's names.
+    coordinator: HOST:PORT of process 0; null: $JAX_COORDINATOR_ADDRESS, else what the launcher sets.
+    processes: number of processes of the job; null: $JAX_NUM_PROCESSES, else what the launcher sets.
+    process_id: number of this process, from 0; null: $JAX_PROCESS_ID, else what the launcher sets.
+    cluster:       "auto" detects Slurm, Open MPI, Kubernetes and TPU pods; "none" detects nothing; or the name of a
+      cluster environment of jax.
     local_devices: ids of this process's accelerators; null: all, or one each where a host runs several.
-    timeout:       seconds to wait for the others: to come, to agree, to have read the text.
+    timeout:       seconds to wait for other processes: until they join, agree, or have read the text.
     lost_after:    seconds without a sign of life after which a process counts as lost and the others end.
     stuck_after:   seconds in one and the same step (a compilation, an update, one batch of an evaluation, a save, a
       callback) after which the job ends with exit code 76, also where it is one process. null: never.

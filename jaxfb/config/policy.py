@@ -95,13 +95,16 @@ class RolloutConfig:
     """Settings of sampling, and of how samples become updates. The number of prompts is set here and nowhere else.
 
     prompts:            prompts of one rollout (P).
-    samples_per_prompt: n; a rollout has P n rows.
-    rows_per_update:    G; a pass over the rollout is P n / G updates.
+    samples_per_prompt: responses to each prompt (n); a rollout has P n rows.
+    rows_per_update:    rows of one update (G); a pass over the rollout is P n / G updates.
     epochs:             passes over one rollout.
     rollouts:           rollouts of the run.
-    max_new_tokens, temperature, top_k: settings of the sampler.
-    shuffle:            the order of rows in a pass; it depends on seed, rollout and pass alone.
-    log_probs:          where those of the sampling policy come from: "recompute", a training forward, or the "sampler".
+    max_new_tokens:     the longest response, in tokens.
+    temperature:        of sampling; log-probs are computed at it too.
+    top_k:              sample among the k likeliest tokens; null: among all.
+    shuffle:            shuffle the rows before each pass; the order depends on seed, rollout and pass alone.
+    log_probs:          where the log-probs of the sampling policy come from: "recompute", a training forward, or the
+                        "sampler".
     importance_cap:     with "recompute", weigh tokens by min(p / p_sampler, cap), a cap above 1; null: not at all.
     """
 

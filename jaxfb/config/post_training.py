@@ -210,7 +210,8 @@ class PostEvalConfig:
     """Evaluation every `every` updates and at the end (null: at the end only).
 
     every: evaluates after each so many updates; null: at the end only.
-    tokens, temperature: settings of `jaxfb generate`.
+    tokens: tokens of a continuation by `jaxfb generate`, unless --tokens is given.
+    temperature: temperature of `jaxfb generate`, unless --temperature is given; 0 takes the likeliest token.
     """
 
     every: int | None = None

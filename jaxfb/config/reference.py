@@ -96,5 +96,7 @@ _NAMES = {int: "integer", float: "number", str: "string", bool: "true or false",
 _TABLE = "| key | legal values | default | meaning |\n|---|---|---|---|"
 _HEAD = """# Every key of a config
 
-Written by `jaxfb config reference`. On the command line a key is `section.key=value`; `jaxfb config show CONFIG`
-prints what a config resolves to."""
+This page lists every key of the YAML configs of `jaxfb train`, `sft`, `dpo` and `rl`, with its legal values. On the
+command line a key is set by `section.key=value`; `jaxfb config show CONFIG` prints a config with all its keys. The keys
+of `jaxfb train` come first; what the other commands add or change follows. The [glossary](glossary.md) explains the
+words. `jaxfb config reference` writes this page."""

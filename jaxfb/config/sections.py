@@ -60,10 +60,12 @@ class EvalConfig:
     """Evaluation on held-out rows, every `every` updates and at the end (null: at the end only).
 
     every: evaluates after each so many updates; null: at the end only.
-    rows, rows_per_microbatch: rows of one evaluation batch, and of one microbatch of it; null takes those of `batch`.
+    rows:        rows of one evaluation batch; null takes those of `batch`.
+    rows_per_microbatch: rows of one microbatch of an evaluation batch, on each replica; null takes those of `batch`.
     batches:     at most so many evaluation batches; null takes all held-out rows.
-    prompt:      a continuation of it is printed at the end; an empty one prints none.
-    tokens:      length of that continuation. temperature: 0 takes the likeliest token.
+    prompt:      a text of which the model prints a continuation at the end of the run; if empty, none is printed.
+    tokens:      length of that continuation.
+    temperature: of the sampling of that continuation; 0 takes the likeliest token.
     """
 
     every: int | None = None
@@ -149,12 +151,13 @@ class RunConfig(AnyRunConfig):
 class OptimizerConfig:
     """The arguments of `jaxfb.make_optimizer`, the clipping before it and where its state lives.
 
-    learning_rate: the peak; its course is the section `lr`.
+    learning_rate: the peak of the learning rate; the section `lr` sets its course over the run.
     name:          the optimizer.
-    weight_decay_initial: where the weight decay begins; null: at `weight_decay`.
-    weight_decay_ramp: its course over the run.
-    weight_decay:  the final value; it goes there from `weight_decay_initial` along `weight_decay_ramp`.
-    options:       what is particular to the optimizer, such as b1, b2, eps.
+    weight_decay_initial: the weight decay at the start; null: `weight_decay`.
+    weight_decay_ramp: the course of the weight decay over the run.
+    weight_decay:  the weight decay at the end of the run; it changes from `weight_decay_initial` to this value along
+                   `weight_decay_ramp`.
+    options:       further arguments of the optimizer, such as b1, b2, eps.
     max_grad_norm: global norm to clip to; null does not clip. clip: "exact", or "torch" (+1e-6, as Megatron).
     sharding:      "data" cuts the state over the data replicas too (ZeRO-1), "gradients" the sum of gradients as
                    well (ZeRO-2: a reduce-scatter in every microbatch); "none" does neither.
@@ -189,13 +192,14 @@ class OptimizerConfig:
 class LearningRateConfig:
     """The arguments of `jaxfb.lr_schedule` other than the peak, which is `optimizer.learning_rate`.
 
-    name:          the course after the warmup.
-    warmup, total: counted in `unit`; total null is the length of the run.
-    warmup_shape:  the course of the rise.
+    name:          the course of the rate after the warmup.
+    warmup:        length of the warmup, in `unit`.
+    total:         length of the whole course, warmup included, in `unit`; null: the length of the run.
+    warmup_shape:  the course of the rate during the warmup.
     initial:       the rate of the first update of a warmup.
-    final:         where the rate ends.
+    final:         the rate at the end.
     unit:          what warmup and total count: updates, or rows ("samples").
-    options:       what is particular to one schedule, such as decay and tail of wsd.
+    options:       further arguments of one schedule, such as decay and tail of wsd.
     """
 
     name: Annotated[str, LEARNING_RATES] = "cosine"
@@ -214,15 +218,15 @@ class LearningRateConfig:
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Sizes of the mesh axes (pp, dp, ep, cp, tp for short); one may be -1 and takes the devices left.
+    """Sizes of the mesh axes (pp, dp, ep, cp, tp for short); one may be -1 and takes all remaining devices.
 
-    Parameters and optimizer state are stored in shards over fsdp, expert and context together; parallel.fsdp_gather is
-    of all three.
+    Parameters and optimizer state are stored in shards over fsdp, expert and context together; parallel.fsdp_gather
+    applies to all three.
 
-    pipe:    stages of a pipeline.
-    data:    replicas that share the rows, each with a whole copy of the parameters.
-    fsdp:    replicas that share the rows, with the parameters cut over them.
-    expert:  replicas that share the rows, with the experts of each layer cut over them.
+    pipe:    devices that the layers are spread over, as stages of a pipeline.
+    data:    replicas that the rows are divided among, each with a whole copy of the parameters.
+    fsdp:    replicas that the rows are divided among, with the parameters cut over them.
+    expert:  replicas that the rows are divided among, with the experts of each layer cut over them.
     context: parts that each sequence is cut into.
     tensor:  parts that each layer's matrices are cut into.
     """
@@ -286,7 +290,7 @@ class PrecisionConfig(PrecisionOptions):
 
     compute_dtype: params are cast to it once an update, before the microbatch loop.
     frozen_dtype: dtype of parameters that are not trained, in memory and in checkpoints; null: as the others. They are
-                  never updated, so that bfloat16 loses nothing where they came from 16 bits.
+                  never updated, so bfloat16 loses nothing if they were 16-bit numbers to begin with.
     loss_scale: "auto" is dynamic for float16 and none otherwise; a number is a scale that never changes.
     """
 

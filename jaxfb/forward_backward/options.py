@@ -81,9 +81,9 @@ class EngineOptions(LayoutOptions, PrecisionOptions):
       V, a call then moves layers between devices before its loops and gradients after them. "pipeline": they have
       them in the order of `ForwardBackward.layer_order`, in which nothing moves, and in which stages of uneven length
       are all stored as if they were as long as the longest. Metrics are in the model's order.
-    trainable: patterns of dotted names such as "layers.attention.*" or "*.bias" (`*` stands for dots too, and a
-      name stands for all below it). Parameters that none of them matches are frozen: they have no gradient (None
-      in `grads`), and nothing is kept, summed or reduced for one. None trains every parameter.
+    trainable: patterns of dotted names such as "layers.attention.*" or "*.bias" (`*` also matches dots, and the
+      name of a subtree selects everything below it). Parameters that none of them matches are frozen: they have no
+      gradient (None in `grads`), and nothing is kept, summed or reduced for one. None trains every parameter.
     poison_bubbles: fills what a pipeline computes in its bubbles with NaN; for tests, it changes nothing.
 
     Raises:

@@ -23,15 +23,15 @@ PROJECTIONS = ("query", "key", "value", "output", "gate", "up", "down")
 @dataclass(frozen=True)
 class LoRA:
     """Low-rank adapters (arXiv:2106.09685): targets compute x @ kernel + alpha / rank * (x @ A) @ B, and only A and B
-    are trained, and what `trainable` names besides. A is drawn from the run's seed, B is zero at the start.
+    are trained, and whatever `trainable` names in addition. A is drawn from the run's seed, B is zero at the start.
 
     rank:    columns of A and rows of B.
-    alpha:   over rank, what the adapters' answer is multiplied by.
+    alpha:   the adapters' output is multiplied by alpha / rank.
     targets: what has an adapter in each layer: names of projections, or patterns of dotted names such as "attention.*".
              Experts, each of which has its own adapter, by patterns alone: "experts.*", "experts.down". One that a
              model does not have is refused, also of the default, which is for dense layers: a model without an MLP
              beside its experts needs [query, key, value, output].
-    dropout: rate on what an adapter reads, drawn per row; 0 for none, as for experts.
+    dropout: rate on what an adapter reads, drawn per row; 0 for none, which adapters of experts need.
     adapter: a directory in PEFT's format, of the same rank, alpha and targets, to begin with; null: new adapters.
     """
 

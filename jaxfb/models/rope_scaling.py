@@ -21,16 +21,19 @@ class RopeScaling:
       fast ones and blends between (Llama 3.1); "yarn" does so by the number of turns within the original length and
       also scales the logits of attention (arXiv:2309.00071); "longrope" divides each by its own factor, of two lists
       (Phi-3 and Phi-4-mini, arXiv:2402.13753).
-    factor: how many times longer sequences become.
+    factor: how many times longer sequences may be than those that the model was trained on.
     original_length: tokens of the sequences that the model was trained on; all but "linear" need it.
-    low_frequency_factor, high_frequency_factor: for "llama3", turns within the original length below which a
-      frequency is divided by the whole factor, and above which it is kept.
-    beta_slow, beta_fast: the same two bounds of "yarn".
+    low_frequency_factor: for "llama3", a frequency with fewer turns than this within the original length is divided by
+      the whole factor.
+    high_frequency_factor: for "llama3", a frequency with more turns than this within the original length is kept.
+    beta_slow: for "yarn", as low_frequency_factor.
+    beta_fast: for "yarn", as high_frequency_factor.
     truncate: for "yarn", the bounds are whole pairs; false leaves them between two (gpt-oss).
     attention_factor: for "yarn" and "longrope", what queries and keys are each multiplied by; null: 0.1 ln(factor) + 1,
       or for "longrope" sqrt(1 + ln(factor) / ln(original_length)).
-    short_factors, long_factors: for "longrope", what each frequency is divided by in a document of at most
-      original_length tokens, and in a longer one; a number for each pair that turns.
+    short_factors: for "longrope", what each frequency is divided by in a document of at most original_length tokens; a
+      number for each pair that turns.
+    long_factors: for "longrope", what each frequency is divided by in a longer document; a number for each pair.
     """
 
     kind: Literal["linear", "llama3", "yarn", "longrope"]

@@ -14,7 +14,7 @@ def test_a_key_has_its_legal_values_default_and_meaning():
     row = next(line for line in reference().splitlines() if line.startswith("| `model.rope_scaling.factor`"))
     assert (
         row
-        == "| `model.rope_scaling.factor` | number | must be given | how many times longer sequences become. |"
+        == "| `model.rope_scaling.factor` | number | must be given | how many times longer sequences may be than those that the model was trained on. |"
     )
 
 
