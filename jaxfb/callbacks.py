@@ -78,7 +78,9 @@ class RunInProgress(Protocol):
 
 
 class Callback:
-    """Override the hooks you need; each does nothing by default and what it returns is ignored.
+    """Defines hooks around the updates of a run: override those you need.
+
+    Each does nothing by default, and what it returns is ignored.
 
     Steps are numbered from 1: when step n ends, n global batches have been consumed. `metrics` are plain
     numbers by name, already on the host. The loop runs ahead of the device: `on_step_end` of a step comes

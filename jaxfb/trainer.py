@@ -211,7 +211,7 @@ class Trainer:
         return loop.run(self._work, self.config, start, self._callbacks)
 
     def replay(self, dump: str | Path) -> Replay:
-        """Computes the update again at which a guard ended a run of this trainer; `dump`: RUN/dumps/update-N."""
+        """Computes again the update at which a guard ended a run of this trainer; `dump`: RUN/dumps/update-N."""
         return replay(dump, self._work)
 
     def _work(self, config: CustomConfig, hosts: Hosts) -> Custom:

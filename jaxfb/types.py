@@ -42,7 +42,7 @@ class _Reduced:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sum(_Reduced):
-    """An unreduced term: a sum and the weight it will be divided by. Loss functions never divide.
+    """Holds a sum and the weight that it will be divided by. Loss functions never divide.
 
     total:  float[...], the sum over the rows or tokens of a microbatch (coefficients multiplied in).
     weight: float or int, same shape or [], what was counted; it must depend on the data alone. None (the default):
@@ -90,25 +90,25 @@ class _Single(_Reduced):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Max(_Single):
-    """A metric whose largest value over all microbatches and replicas is reported."""
+    """Reports a metric's largest value over all microbatches and replicas."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Min(_Single):
-    """A metric whose smallest value over all microbatches and replicas is reported."""
+    """Reports a metric's smallest value over all microbatches and replicas."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Last(_Single):
-    """A metric of which the value at the last rows of the global batch is reported."""
+    """Reports a metric's value at the last rows of the global batch."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LossOutput:
-    """The return value of a loss function for one microbatch.
+    """Holds what a loss function returns for one microbatch.
 
     terms:   name -> Sum. The objective is the sum over terms of total / weight, after both were summed
              over the whole global batch; a coefficient is multiplied into `total` by the loss function.
@@ -143,7 +143,7 @@ class Unembedding:
 
 @dataclass(frozen=True)
 class Pipelined:
-    """A model cut for stages: three pure functions over `params`, a dict with "layers" and anything beside it.
+    """Cuts a model for stages: three pure functions over `params`, a dict with "layers" and anything beside it.
 
     Any other mapping, such as an OrderedDict or an nnx.State, serves as well. `params["layers"]` has every leaf stacked
     [num_layers, ...]; `outer` is params without "layers", so tied weights are simply used twice. `hidden` is any pytree

@@ -122,6 +122,14 @@ def test_the_first_line_of_every_public_object_is_a_whole_sentence():
     assert [(name, line) for name, line in first if not line.endswith((".", ":"))] == []
 
 
+def test_the_docstring_of_every_public_class_begins_with_a_verb():
+    classes = [(name, inspect.getdoc(one) or "") for name, one in public_objects() if inspect.isclass(one)]
+    assert len(classes) > 30
+    first = [(name, text.split()[0], text[:60]) for name, text in classes]
+    assert [found for found in first if not VERBS_IN_S.fullmatch(found[1])] == []
+    assert [found for found in first if found[1].rstrip(",;:") in NOUNS_IN_S] == []
+
+
 def test_no_private_word_in_code_or_pages():
     code = re.compile(r"`[^`]*`|\{[^}]*\}|\w+\(\)")
     assert [(where, line) for where, line in prose() if PRIVATE.search(code.sub("", line))] == []

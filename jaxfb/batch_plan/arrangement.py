@@ -23,7 +23,7 @@ Bins = list[list[int]]
 
 @dataclass(frozen=True)
 class Arrangement:
-    """The placement of the rows of one update in microbatches.
+    """Places the rows of one update in microbatches.
 
     plan:    with `rows` array rows, num_microbatches and rows_per_microbatch; same purpose.
     width:   of the array rows, in tokens.

@@ -45,7 +45,7 @@ _SIZE_KEY = re.compile(r"batch_size|num_micro|per_micro|accumulation_steps|max_t
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """A cut of the rows of one update: replicas x microbatches x rows. Frozen, hashable, one per purpose.
+    """Cuts the rows of one update into replicas x microbatches x rows. Frozen, hashable, one per purpose.
 
     Give two of `rows`, `rows_per_microbatch` and `num_microbatches`: the third is derived and filled in;
     given all three, they must agree. Microbatch m is rows [m*dp*b, (m+1)*dp*b) of the global batch, and

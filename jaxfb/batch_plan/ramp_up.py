@@ -24,7 +24,7 @@ _PAIRS = 'pairs such as "0:768 250B:1536"'
 
 @dataclass(frozen=True)
 class RampUp:
-    """Rows of an update by steps: `steps[i] = (consumed rows from which it holds, rows of an update)`.
+    """Sets the rows of an update by steps: `steps[i] = (consumed rows from which it holds, rows of an update)`.
 
     The first step starts at 0; steps are sorted here. Rows may also shrink. Each distinct row count is one
     compilation of the train step: `row_counts` lists them.

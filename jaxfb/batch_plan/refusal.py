@@ -18,7 +18,7 @@ _SCAN_LIMIT = 20_000
 
 
 class PlanError(Refused):
-    """An impossible plan. `choices`: changes of arguments, each of which alone makes the same call legal."""
+    """Refuses an impossible plan. `choices`: changes of arguments, each of which alone makes the same call legal."""
 
 
 def positive_int(who: str, name: str, value: Any, most: int = INT32) -> int:

@@ -40,7 +40,7 @@ _VERL = {
 
 
 class PolicyUpdate(NamedTuple):
-    """The rows of a rollout that one update consumes, in order."""
+    """Lists the rows of a rollout that one update consumes, in order."""
 
     update: int
     rollout: int
@@ -50,7 +50,7 @@ class PolicyUpdate(NamedTuple):
 
 @dataclass(frozen=True)
 class RolloutPlan:
-    """The numbers of prompts, samples, rows and updates; one immutable `BatchPlan` for each purpose.
+    """Holds the numbers of prompts, samples, rows and updates, and one immutable `BatchPlan` for each purpose.
 
     Which rows form an update follows from (seed, rollout, epoch) alone: replicas and microbatches change
     nothing about it.
@@ -113,12 +113,12 @@ class RolloutPlan:
 
     @property
     def updates_per_pass(self) -> int:
-        """Returns K = R / G."""
+        """Returns the updates of one pass over a rollout: K = R / G."""
         return self.rows // self.rows_per_update
 
     @property
     def updates_per_rollout(self) -> int:
-        """Returns U = K E."""
+        """Returns the updates that are made from one rollout: U = K E."""
         return self.updates_per_pass * self.epochs
 
     @property

@@ -43,7 +43,7 @@ _MOST_EPOCHS = 100_000
 
 
 class Window(NamedTuple):
-    """The rows of one update: `rows` real rows of the stream from row `start` on, cut by `plan`."""
+    """Locates the rows of one update: `rows` real rows of the stream from row `start` on, cut by `plan`."""
 
     update: int
     epoch: int
@@ -64,7 +64,7 @@ class _Stretch(NamedTuple):
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The plans of a run by purpose, and its length in exactly one of updates, samples, tokens or epochs.
+    """Holds the plans of a run by purpose, and its length in exactly one of updates, samples, tokens or epochs.
 
     `total_updates` is derived once, here. A window of rows never crosses the end of an epoch (where
     `dataset_rows` is given) or of the run; the window that is cut short there is padded with rows of weight

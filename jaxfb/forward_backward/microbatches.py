@@ -27,7 +27,7 @@ from jaxfb.types import PyTree
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Microbatches:
-    """A global batch already split: leaves [num_microbatches, data_parallel * rows_per_microbatch, ...].
+    """Holds a global batch already split: leaves [num_microbatches, data_parallel * rows_per_microbatch, ...].
 
     Under a context axis the tokens of a leaf [..., length, ...] are in the order of `parallel.context.zigzag`.
     `split` makes one; a loader that places each process's rows itself hands it to the engine directly.

@@ -29,7 +29,7 @@ _SMALLEST = 1e-12
 
 @dataclass(frozen=True)
 class DistillationLoss:
-    """coef * KL between teacher t and student s at each counted token, aggregated.
+    """Computes coef * KL between teacher t and student s at each counted token, aggregated.
 
         forward   sum t (log t - log s)   covers all that the teacher may produce (arXiv:1503.02531)
         reverse   sum s (log s - log t)   keeps to what it is likely to produce (arXiv:2306.08543)

@@ -37,7 +37,7 @@ class PolicyTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """The objective of a policy update: surrogate + kl_coef * KL(policy || reference) - entropy_coef * entropy.
+    """Computes a policy's objective: surrogate + kl_coef * KL(policy || reference) - entropy_coef * entropy.
 
     Called by `policy_loss_fn` with the log-probs and entropies of one microbatch; hashable, so equal ones compile once.
 

@@ -35,7 +35,9 @@ from jaxfb.types import LossOutput, Sum
 
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """A loss of h = beta * ((c - c_ref) - (r - r_ref)) - margin, the mean over pairs; c, r: summed log-probs.
+    """Computes DPO and related losses, the mean over pairs of a function of h.
+
+    h = beta * ((c - c_ref) - (r - r_ref)) - margin; c, r: summed log-probs of the chosen and the rejected answer.
 
         sigmoid  -(1 - e) log sigmoid(h) - e log sigmoid(-h)                  DPO arXiv:2305.18290, e: cDPO
         robust   (-(1 - e) log sigmoid(h) + e log sigmoid(-h)) / (1 - 2 e)    arXiv:2403.00409

@@ -20,7 +20,9 @@ from jaxfb.types import LossOutput
 
 @dataclass(frozen=True)
 class SFTLoss:
-    """-log p of each counted target, aggregated: "seq-mean-token-mean" gives short and long answers equal weight.
+    """Computes -log p of each counted target, aggregated.
+
+    "seq-mean-token-mean" gives short and long answers equal weight.
 
     Returns LossOutput with the term "cross_entropy" and the metrics nll and policy_entropy, means over tokens.
     """

@@ -30,7 +30,9 @@ HEAD = "value_head"
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """coef / 2 * max((v - return)^2, (v_old + clip(v - v_old, +-clip) - return)^2), aggregated (PPO2's value loss).
+    """Computes a critic's clipped loss, aggregated over tokens (PPO2's value loss).
+
+    At each token coef / 2 * max((v - return)^2, (v_old + clip(v - v_old, +-clip) - return)^2).
 
     clip: None is the plain squared error; `old_values` is then not read.
     Returns LossOutput with the term "value" and the metrics value, return, value_error (mean squared), and with a

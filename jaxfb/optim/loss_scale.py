@@ -30,7 +30,7 @@ class LossScaleState:
 
 @dataclass(frozen=True)
 class StaticLossScale:
-    """A scale that never changes; a power of two changes no digit of the gradients."""
+    """Scales the loss by a number that never changes; a power of two changes no digit of the gradients."""
 
     scale: float
 
@@ -48,7 +48,7 @@ class StaticLossScale:
 
 @dataclass(frozen=True)
 class DynamicLossScale:
-    """Backs off after non-finite gradients, grows after a long run of finite ones: Megatron's grad scaler.
+    """Scales the loss by less after non-finite gradients, by more after many finite ones: Megatron's grad scaler.
 
     `hysteresis` counts non-finite updates since the last growth, in a row or not: the first hysteresis - 1 of
     them leave the scale alone, every later one multiplies it by `backoff` (down to `minimum`), until

@@ -15,7 +15,7 @@ KINDS = "FBW"
 
 
 class Action(NamedTuple):
-    """The work of one chunk on one microbatch: a forward, a backward or a weight gradient.
+    """Names the work of one chunk on one microbatch: a forward, a backward or a weight gradient.
 
     `str(Action("F", 3, 1)) == "F3.1"`.
 

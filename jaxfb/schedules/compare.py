@@ -19,7 +19,7 @@ PUBLISHED = {"published ZB-V": zb_v_orders, "published DualPipeV": dualpipe_v_or
 
 
 class ComparisonRow(NamedTuple):
-    """The numbers of one schedule; times in the unit of the costs.
+    """Holds the numbers of one schedule; times in the unit of the costs.
 
     peak_live_activations is in chunks (of one piece), by device; peak_microbatches is its largest in whole microbatches
     of a device, which compares across numbers of chunks and pieces.

@@ -16,7 +16,7 @@ B = TypeVar("B", bound=Callable[..., Schedule])
 
 @dataclass(frozen=True)
 class Kind:
-    """A way to build a schedule for any sizes.
+    """Describes a way to build a schedule for any sizes.
 
     build:           (num_stages, num_microbatches, num_chunks) -> Schedule; with `pieces` a fourth size, num_pieces.
     chunks:          the numbers of chunks that suit the kind, given the number that is asked for; the first is the

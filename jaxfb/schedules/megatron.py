@@ -16,7 +16,7 @@ from jaxfb.schedules.sizes import WHO, checked_costs, checked_sizes
 
 @dataclass(frozen=True)
 class MegatronRank:
-    """The actions that one rank executes.
+    """Lists the actions that one rank executes, in order.
 
     Attributes:
       num_warmup: forwards before the first pair of F and B.

@@ -14,7 +14,7 @@ MAX_PHASES = 6
 
 
 class Phase(NamedTuple):
-    """Ticks start .. stop - 1; `kinds` are the letters of what any device executes in them, such as "FB"."""
+    """Spans ticks start .. stop - 1; `kinds` are the letters of what devices execute in them, such as "FB"."""
 
     start: int
     stop: int

@@ -94,7 +94,7 @@ OWN_SLOTS = {
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """The rows that an executor scans over, and the sizes of the buffers that they point into.
+    """Holds the rows that an executor scans over, and the sizes of the buffers that they point into.
 
     The docstring of this file describes the format.
     """

@@ -8,7 +8,7 @@ from jaxfb.schedules.costs import Costs
 
 @dataclass(frozen=True)
 class Simulation:
-    """Result of `Schedule.simulate`; times in the unit of the costs given.
+    """Holds the result of `Schedule.simulate`; times in the unit of the costs given.
 
     Attributes:
       time: of one step: the sum over ticks of the longest that a device takes for what it executes in the tick.

@@ -41,7 +41,7 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Slots:
-    """The buffer slots that each device needs, and the slot that each item uses.
+    """Lists the buffer slots that each device needs, and the slot that each item uses.
 
     num[buffer][device] slots are needed; number[buffer][microbatch, stage] is the one an item uses.
 

@@ -24,7 +24,7 @@ from jaxfb.schedules.validate import validate
 
 @dataclass(frozen=True)
 class Schedule:
-    """A table of actions over P devices (`num_stages`), M microbatches and V chunks a device.
+    """Holds a table of actions over P devices (`num_stages`), M microbatches and V chunks a device.
 
     Attributes:
       name: what it is called in output.

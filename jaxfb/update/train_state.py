@@ -31,7 +31,7 @@ def is_init_function(params: Any) -> bool:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """The arrays that one update reads and writes, and that a checkpoint contains.
+    """Holds the arrays that one update reads and writes, and that a checkpoint contains.
 
     step:                i32[], applied updates. The learning rate is a function of it, and of nothing else.
     samples:             i32[], rows of the applied updates.
@@ -123,7 +123,7 @@ class NonFinite:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepMetrics:
-    """The record of one update; scalars on the device, float32 unless noted otherwise.
+    """Holds the numbers of one update: scalars on the device, float32 unless noted otherwise.
 
     step:              i32, index of this update (applied updates before it).
     loss:              of the whole global batch.

@@ -12,10 +12,8 @@ def test_the_page_of_keys_is_what_the_command_writes():
 
 def test_a_key_has_its_legal_values_default_and_meaning():
     row = next(line for line in reference().splitlines() if line.startswith("| `model.rope_scaling.factor`"))
-    assert (
-        row
-        == "| `model.rope_scaling.factor` | number | must be given | how many times longer sequences may be than those that the model was trained on. |"
-    )
+    meaning = "how many times longer sequences may be than those that the model was trained on."
+    assert row == f"| `model.rope_scaling.factor` | number | must be given | {meaning} |"
 
 
 def test_every_key_has_a_meaning():
