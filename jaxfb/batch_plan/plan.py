@@ -237,7 +237,8 @@ class BatchPlan:
             )
         padding = f", padded by {self.padding_rows}" if self.padding_rows > 0 else ""
         microbatches = f"{self.num_microbatches} microbatch{'es' * (self.num_microbatches > 1)}"
-        return f"{rows}: {microbatches} of {self.rows_per_microbatch} rows each{padding}"
+        size = f"{self.rows_per_microbatch} row{'s' * (self.rows_per_microbatch > 1)}"
+        return f"{rows}: {microbatches} of {size}{' each' * (self.num_microbatches > 1)}{padding}"
 
 
 def data_parallel_size(devices: int, *, tensor: int = 1, pipe: int = 1, context: int = 1) -> int:

@@ -168,7 +168,7 @@ class RolloutPlan:
                 "rows_per_update",
             ),
             ("updates_per_pass (K = R/G)", f"{self.updates_per_pass} updates", ""),
-            ("epochs (E)", f"{self.epochs} passes over a rollout", "epochs"),
+            ("epochs (E)", f"{self.epochs} pass{'es' * (self.epochs > 1)} over a rollout", "epochs"),
             ("updates_per_rollout (K E)", f"{self.updates_per_rollout} updates", ""),
             ("rollouts", f"{self.rollouts}", ""),
             ("total_updates", f"{self.total_updates} updates, the horizon of the learning rate", ""),

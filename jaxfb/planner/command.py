@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,8 @@ def search(name: str, config: Config, topology: Topology, compiles: bool, layout
     _print_prices(found[0].config, topology)
     for path in write(found, directory) + draw(found, directory):
         print(f"wrote {path}")
+    if found[0].verdict.fits is not False:
+        print(f"train with this layout: jaxfb train {shlex.quote(str(directory / 'plan.yaml'))}")
     return FAILED if found[0].verdict.fits is False else DONE
 
 

@@ -61,7 +61,7 @@ def _head(name: str, verdict: Verdict) -> Iterator[str]:
     yield f"  {shown} parameters, {axes}"
     yield (
         f"  {number_of(verdict.rows, 'row')} = {number_of(verdict.num_microbatches, 'microbatch', 'microbatches')} "
-        f"of {verdict.rows_per_microbatch} a replica, {verdict.tokens:,} tokens"
+        f"of {number_of(verdict.rows_per_microbatch, 'row')} on each replica, {verdict.tokens:,} tokens"
     )
     if verdict.schedule:
         yield f"  schedule {verdict.schedule}, bubble {verdict.bubble:.1%}"

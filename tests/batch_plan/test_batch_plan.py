@@ -191,6 +191,11 @@ def test_plans_are_values():
     assert by_rows.summary() == "64 rows on 4 replicas: 8 microbatches of 2 rows each"
     padded = BatchPlan(rows=7, rows_per_microbatch=4, remainder="pad")
     assert padded.summary() == "7 rows on 1 replica: 2 microbatches of 4 rows each, padded by 1"
+    assert BatchPlan(rows=4, rows_per_microbatch=4).summary() == "4 rows on 1 replica: 1 microbatch of 4 rows"
+    assert (
+        BatchPlan(rows=2, rows_per_microbatch=1).summary()
+        == "2 rows on 1 replica: 2 microbatches of 1 row each"
+    )
     with pytest.raises(AttributeError):
         by_rows.rows = 128
 

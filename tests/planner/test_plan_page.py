@@ -37,7 +37,7 @@ def test_parameters_are_millions_below_a_billion(capsys):
     assert main(["plan", "125m", "--topology", "v5e:1x1", "--no-compile", "batch.rows=8"]) == 0
     printed = capsys.readouterr().out
     assert "  123M parameters, one device\n" in printed and "v5e:1x1: 1 chip\n" in printed
-    assert "  8 rows = 1 microbatch of 8 a replica" in printed
+    assert "  8 rows = 1 microbatch of 8 rows on each replica" in printed
 
 
 def test_layouts_of_one_row_are_called_so():

@@ -83,6 +83,7 @@ def test_a_stopped_search_keeps_what_it_found_and_goes_on_from_there(compiler, t
     assert len(answered(tmp_path)) == 1 and load_config(tmp_path / "plan.yaml").batch.rows == 32
 
     assert run(tmp_path) == 0
+    assert f"train with this layout: jaxfb train {tmp_path}/plan.yaml" in capsys.readouterr().out
     first, stopped, again, *more = compiler.asked
     assert stopped == again != first and first not in more
     assert len(answered(tmp_path)) == 2 + len(more)
