@@ -49,7 +49,18 @@ def check(options) -> int:
     except AssertionError as error:
         print(f"jaxfb: {str(error).partition(chr(10))[0]}", file=sys.stderr)
         return FAILED
+    print(_verdict(found, options.tolerance))
     return 0
+
+
+def _verdict(found: Equivalence, tolerance: float | None) -> str:
+    """Returns that all comparisons agree, and how many could not be made."""
+    from jaxfb.forward_backward.equivalence import TOLERANCES
+
+    limit = TOLERANCES[found.dtype] if tolerance is None else tolerance
+    refused = len(found.differences) - len(found.ran)
+    left_out = f"; {refused} not compared, for the reasons in the table" if refused else ""
+    return f"the same gradients as on one device: all differences are at most {limit:g}{left_out}"
 
 
 def _show(found: Equivalence) -> None:

@@ -9,14 +9,17 @@ from jaxfb.training.simulated import without_devices
 
 
 def init(options) -> None:
-    """Writes a starter config, or lists their names."""
-    from jaxfb.config import starter_names, write_starter
+    """Writes a starter config, or lists them."""
+    from jaxfb.config import described_starters, write_starter
+    from jaxfb.display import print_table
 
     if options.name is None:
-        print("starter configs: " + ", ".join(starter_names()))
+        print_table("starter configs", described_starters())
+        print("copy one with: jaxfb init quickstart")
         return
     written = write_starter(options.name, Path(options.out))
     print("\n".join(f"wrote {path}" for path in written))
+    print("train with it:")
     command = written[0].read_text().partition("\n")[0].removeprefix("# ")
     print(f"cd {options.out} && {command}" if Path(options.out).resolve() != Path.cwd() else command)
 

@@ -11,7 +11,7 @@ from jaxfb.config.root import Config
 from jaxfb.config.schema import ConfigError
 from jaxfb.config.show import as_yaml, changed_keys, config_to_dict, save_yaml, table
 from jaxfb.config.smoke import smoke_overrides
-from jaxfb.config.starter import starter_names, write_starter
+from jaxfb.config.starter import described_starters, starter_names, write_starter
 
 __all__ = [
     "Config",
@@ -24,6 +24,7 @@ __all__ = [
     "changed_keys",
     "config_from_dict",
     "config_to_dict",
+    "described_starters",
     "kind_of_command",
     "load_config",
     "refuse_own_model",

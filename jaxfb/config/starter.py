@@ -29,6 +29,13 @@ def starter_text(name: str) -> str | None:
     return (_DIRECTORY / f"{name}.yaml").read_text() if name in starter_names() else None
 
 
+def described_starters() -> list[tuple[str, str]]:
+    """Returns (name, what it trains) of every starter config: the second line of its file, up to a semicolon."""
+    lines = {name: (starter_text(name) or "").split("\n")[1] for name in starter_names()}
+    first = {name: line.removeprefix("# ").partition(";")[0] for name, line in lines.items()}
+    return [(name, _OTHERS.sub(r"\1", text)) for name, text in first.items()]
+
+
 def runnable_starter(name: str) -> str | None:
     """Returns `starter_text` with the installed sample data in place of that which the working directory lacks."""
 

@@ -115,7 +115,8 @@ def test_schedule_imports_no_jax():
 def test_check_compares_a_configs_model_on_its_mesh(tmp_path, capsys):
     config = str(write_tiny(tmp_path, mesh={"pipe": 2, "data": 2}, model={"dropout": 0.1}))
     assert main(["check", config, "schedule=zero_bubble"]) == 0
-    title, _, row = capsys.readouterr().out.splitlines()
+    title, _, row, verdict = capsys.readouterr().out.splitlines()
+    assert verdict == "the same gradients as on one device: all differences are at most 1e-10"
     assert title == "relative difference to one device, 16 rows in float64"
     assert row.startswith("pipe=2 data=2  zero_bubble  8 ")
 
@@ -127,6 +128,17 @@ def test_a_check_that_fails_is_code_1(tmp_path, capsys, monkeypatch):
     assert main(arguments) == 1
     assert capsys.readouterr().err.endswith("without dividing, and draws with each row's key\n")
     assert main([*arguments, "--tolerance", "1e-2"]) == 0
+    assert capsys.readouterr().out.endswith("on one device: all differences are at most 0.01\n")
+
+
+def test_a_check_counts_what_it_could_not_compare(tmp_path, capsys, monkeypatch):
+    some = (
+        Difference("data=2", "", 4, leaf="embed"),
+        Difference("pipe=2", "1f1b", refused="2 layers do not divide"),
+    )
+    monkeypatch.setattr(check, "check_config", lambda *_: Equivalence("float64", 8, some))
+    assert main(["check", str(write_tiny(tmp_path))]) == 0
+    assert capsys.readouterr().out.endswith("1e-10; 1 not compared, for the reasons in the table\n")
 
 
 def test_check_refuses_what_does_not_fit(tmp_path, capsys):

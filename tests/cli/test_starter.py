@@ -56,6 +56,16 @@ def test_init_writes_a_config_with_the_data_that_it_names(tmp_path, monkeypatch,
     assert "sft.yaml exists already" in capsys.readouterr().err
 
 
+def test_without_a_name_every_starter_is_listed_with_what_it_trains(capsys):
+    assert main(["init"]) == 0
+    title, *rows, last = capsys.readouterr().out.splitlines()
+    assert [
+        row.split()[0] for row in rows
+    ] == starter_names() and last == "copy one with: jaxfb init quickstart"
+    assert all(20 < len(row) <= 120 and len(row.split()) > 3 for row in rows), rows
+    assert "  quickstart       a small transformer on the source of Python's standard library" in rows
+
+
 def test_an_unknown_starter_is_refused_with_the_nearest(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["init", "quikstart"]) == 2
