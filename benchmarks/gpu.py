@@ -338,7 +338,8 @@ def main() -> None:
         fresh = ["--fresh"] if options.fresh and index == 0 else []
         torch = ["--torch-python", options.torch_python] if options.torch_python else []
         command = [sys.executable, __file__, "--part", part, "--minutes", left, *results, *fresh, *torch]
-        subprocess.run(command, check=True)
+        if code := subprocess.run(command).returncode:
+            sys.exit(code)
 
 
 def run(options) -> None:
@@ -350,6 +351,10 @@ def run(options) -> None:
     use_compile_cache()
     if options.one:
         return answer(options.one)
+    if jax.default_backend() == "cpu" and not options.tiny:
+        sys.exit(
+            "gpu.py: jax finds no accelerator here; to try the same code on a CPU use: jaxfb bench gpu --tiny"
+        )
     name = f"gpu_{jax.default_backend()}_jax{jax.__version__}.json"
     with tempfile.TemporaryDirectory() as nowhere:
         directory = options.results or (Path(nowhere) if options.tiny else report.RESULTS)

@@ -64,6 +64,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = (), command: str | 
         raise ConfigError(f"[config] {path} is a config for `jaxfb {found}`, not for `jaxfb {command}`")
     for override in overrides:
         _apply(values, override, root)
+    kind_of(values)  # refuses a name in place of the sizes of `model`
     return _built(root, values)
 
 

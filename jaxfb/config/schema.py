@@ -348,7 +348,9 @@ def _as_word(hint: Any, given: Any) -> Any:
 
 def _wrong_type(hint: Any, given: Any, key: str) -> str:
     words = [str(word) for word in _words(hint)]
-    close = difflib.get_close_matches(str(given), words, n=1) if isinstance(given, str) else []
+    lower = {word.lower(): word for word in words}
+    near = difflib.get_close_matches(given.lower(), lower, n=1) if isinstance(given, str) else []
+    close = [lower[word] for word in near]
     word = f"[{close[0]}]" if close and get_origin(_options(hint)[0]) is tuple else "".join(close)
     nearest = word or _of_the_type(hint, given)
     return f"[config] {key}={_as_written(given)} must be {describe(hint)}" + (

@@ -311,7 +311,11 @@ def _text_of(line: str, text_field: str, where: str) -> str:
 
 def _no_text(record: dict, text_field: str, where: str) -> str:
     texts = [name for name, value in record.items() if isinstance(value, str)]
-    use = f"use data.text_field={texts[0]}" if texts else "leave it out"
+    use = (
+        f"use data.text_field={texts[0]}"
+        if texts
+        else "set data.text_field to the key of a text, or remove the record"
+    )
     if text_field in record:
         value = json.dumps(record[text_field])[:40]
         return f"[data] {where} has {value} under {text_field=}, not a text; {use}"

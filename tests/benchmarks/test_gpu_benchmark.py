@@ -79,3 +79,11 @@ def test_a_kernel_of_experts_is_a_product_in_the_profile():
         gpu_profile.label("fusion.1", text.replace("grouped_product/pallas_call", "mul"))
         == "backward mlp: elementwise"
     )
+
+
+def test_without_an_accelerator_nothing_is_measured(monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+    monkeypatch.setattr(gpu, "use_compile_cache", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--part", "rate"])
+    with pytest.raises(SystemExit, match="no accelerator here; .* jaxfb bench gpu --tiny"):
+        gpu.main()

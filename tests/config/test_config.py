@@ -45,6 +45,11 @@ REFUSED = [
         "schedule=1f1b",
         r" schedule=1f1b is a setting of a pipeline, but mesh\.pipe=1; use mesh\.pipe=2, or leave it out",
     ),
+    (
+        "model=my_model:loss",
+        r"model='my_model:loss' must be a section with num_layers, hidden_size and so on; a model of",
+    ),
+    ("optimizer.name=LION", r"did you mean lion\?"),
     ("mesh.model=2", r"did you mean mesh\.tensor\?"),
     ("mesh.tensor_parallel=2", r"did you mean mesh\.tensor\?"),
     ("pipeline_model_parallel_size=2", r"did you mean mesh\.pipe\?"),

@@ -223,6 +223,12 @@ def test_impossible_settings_are_refused(settings, words):
         ),
         (
             "x.jsonl",
+            b'{"messages": []}',
+            {"source": "jsonl"},
+            "set data.text_field to the key of a text, or remove",
+        ),
+        (
+            "x.jsonl",
             b'{"text": null}',
             {"source": "jsonl"},
             "x.jsonl:1 has null under text_field='text', not a text",
