@@ -1,4 +1,4 @@
-"""Reads what the docstring of a dataclass tells of each field: for the reference of a config's keys, and for `help`."""
+"""Reads what each field means from the docstring of a dataclass: for the reference of config keys, and for `help`."""
 
 from __future__ import annotations
 

@@ -362,14 +362,19 @@ def _of_the_type(hint: Any, given: Any) -> str | None:
     """Returns how a value of the wrong type is written in the right one: '8' as 8, 1e3 as 1000, a as [a]."""
     if get_origin(_options(hint)[0]) is tuple and not isinstance(given, list | Mapping):
         item = given if isinstance(given, str) else _as_written(given)
-        return f"[{item}]" if _fits(hint, (given,)) else None
+        return f"[{item}]" if _PLAIN.fullmatch(item) and _fits(hint, (given,)) else None
     if not isinstance(given, str | float):
         return None
     for kind in (int, float):
         with suppress(ValueError, OverflowError):
-            if (isinstance(given, str) or kind(given) == given) and _fits(hint, kind(given)):
-                return str(kind(given))
+            number = kind(given)
+            if (isinstance(given, str) or number == given) and abs(number) <= INT64 and _fits(hint, number):
+                return str(number)
     return None
+
+
+_PLAIN = re.compile(r"(?!(true|false|yes|no|on|off|null)$)[A-Za-z][\w./:-]{0,99}|-?\d{1,18}", re.IGNORECASE)
+"""An item that means the same in a list of YAML."""
 
 
 def _fits(hint: Any, value: Any) -> bool:
@@ -471,6 +476,10 @@ def _not_a_section(cls: type, values: Any, prefix: str) -> str:
     return f"[config] {name}={_as_written(values)} must be a section with {', '.join(fields_of(cls))}{hint}"
 
 
+_PLAIN_VALUE = re.compile(r"[\w.+-]{1,40}")
+"""A value that is short and without signs of YAML."""
+
+
 def _meant_by_a_word(cls: type, value: Any, section: str) -> str | None:
     """Returns the override that was probably meant by one value in place of a section: optimizer=adam is its name."""
     if isinstance(value, str):
@@ -478,6 +487,6 @@ def _meant_by_a_word(cls: type, value: Any, section: str) -> str | None:
         for word in difflib.get_close_matches(value, names, n=1):
             return f"{section}.name={word}"
         key, _, rest = value.replace(":", " ").partition(" ")
-        if key in fields_of(cls) and rest.strip():
+        if key in fields_of(cls) and _PLAIN_VALUE.fullmatch(rest.strip()):
             return f"{key}: {rest.strip()} (with a colon and a space)"
     return f"{SYNONYMS[section]}={shown(value)}" if section in SYNONYMS else None

@@ -25,7 +25,7 @@ from jaxfb.refusal import Refused
 TEMPORARIES = 1.2
 """Times the formula's temporaries that a step needs on CPUs at the least: it has two bytes for most numbers, and there
 most have four. Configs that were compiled for CPUs needed 1.24 to 2.0 times as much."""
-ELSEWHERE = "another machine: `jaxfb plan` tells what fits on which"
+ELSEWHERE = "another machine: `jaxfb plan` computes what fits where"
 FEWER_ROWS = "use fewer rows in a microbatch"
 
 

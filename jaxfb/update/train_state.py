@@ -135,7 +135,7 @@ class StepMetrics:
     param_norm:        global norm of the trained parameters before the update ("weight norm").
     update_norm:       global norm of what was added to them (0 if skipped).
     learning_rate:     the one that this update used, 0 in the first of a warmup that starts at 0; nan for an optax
-                       transformation whose state does not tell (`optax.inject_hyperparams` makes it tell).
+                       transformation whose state does not hold it (`optax.inject_hyperparams` puts it there).
     loss_scale:        that this update used, 1 without loss scaling.
     skipped:           bool, the update was not applied.
     nonfinite:         NonFinite, what was not finite; `nonfinite_causes` names it.
