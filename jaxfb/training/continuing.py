@@ -26,7 +26,8 @@ def already_finished(directory: RunDirectory, config: Any, updates: int) -> str:
     """Returns how to continue a run that has made all its updates."""
     return (
         f"{directory.path} is finished: {updates} update{'s' * (updates != 1)}. To train it longer, resume it with a "
-        f"larger {length_key(config)} (--resume, in a program resume=True); to start over, use --fresh (fresh=True)"
+        f"larger {length_key(config)} (--resume, or resume=True in a program); to start over, use --fresh "
+        "(fresh=True)"
     )
 
 

@@ -137,7 +137,8 @@ def test_a_run_on_a_task_of_a_program_is_continued_by_that_program():
         work = make_policy_work(with_(), task)
         assert again(SimpleNamespace(work=work, directory=directory)).endswith(call)
         words = already_finished(directory, work.config, 4)
-        assert words.endswith("(--resume and --fresh, or in a program resume=True and fresh=True)")
+        assert "resume it with a larger rollout.rollouts (--resume, or resume=True in a program)" in words
+        assert words.endswith("; to start over, use --fresh (fresh=True)")
 
 
 def test_the_critic_is_updated_by_its_own_plan(tmp_path):
