@@ -17,7 +17,7 @@ ORDER = (
     "__main__"
 ).split()
 WITHIN = {
-    "platforms": "kinds compat cpu machine_memory pinned_memory compiler programs torus device_order",
+    "platforms": "kinds compat runtime_errors cpu machine_memory pinned_memory compiler programs torus device_order",
     "update": "arguments train_state pipeline_state attempt conditional extra_arguments apply streamed states "
     "programs on_mesh split_step train_step",
     "checkpoint": "manifest stored_parts record damage step_directories together write_errors store",

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxfb.parallel.host_memory import brought, is_on_host
 from jaxfb.parallel.sharding import axes_of
+from jaxfb.platforms.runtime_errors import as_runtime_errors
 
 Places = Sequence[Any]
 Measure = Callable[[Sequence[jax.Array], Places], Sequence[jax.Array]]
@@ -49,6 +50,7 @@ def checksums(leaves: Mapping[str, Any]) -> dict[str, str | None]:
     return {name: _digits(sums[name]) if name in sums else None for name in leaves}
 
 
+@as_runtime_errors()
 def sums_by_device(leaves: Mapping[str, jax.Array]) -> dict[str, dict[int, tuple[int, ...]]]:
     """Returns a sum of the part of each array that each device keeps, by name and id of the device.
 
@@ -86,6 +88,7 @@ def finite(leaves: Mapping[str, jax.Array]) -> dict[str, bool]:
     return {name: not count.any() for name, count in zip(floats, counts, strict=True)}
 
 
+@as_runtime_errors()
 def totals(leaves: Sequence[jax.Array], measure: Measure) -> np.ndarray:
     """Adds up `measure` over the shards of each array, modulo 2**32: u32[num_leaves, k].
 

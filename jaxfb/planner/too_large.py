@@ -19,6 +19,7 @@ from jaxfb.planner.topology import Topology, topology_of
 from jaxfb.planner.verdict import Verdict, estimated
 from jaxfb.platforms import pinned_memory
 from jaxfb.platforms.machine_memory import host_memory
+from jaxfb.platforms.runtime_errors import is_of_runtime
 from jaxfb.training.machine import bytes_of_device
 
 Planned = Config | PostTrainingConfig
@@ -140,5 +141,5 @@ def _smaller_cut(section: str, cut: Any, times: int, now: Verdict) -> list[str]:
 
 def is_lack_of_memory(error: BaseException) -> bool:
     """Returns whether a device or the host had too little memory."""
-    of_device = isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+    of_device = is_of_runtime(error) and "RESOURCE_EXHAUSTED" in str(error)
     return of_device or isinstance(error, MemoryError)

@@ -20,6 +20,7 @@ import jax
 
 from jaxfb.config.operation import HostsConfig
 from jaxfb.platforms.compat import coordination, leave_coordination
+from jaxfb.platforms.runtime_errors import is_of_runtime
 from jaxfb.process.exit_codes import LOST, REFUSED, RESUMABLE, UNWRITTEN, code_of
 from jaxfb.process.fault_points import reach
 from jaxfb.process.position import here
@@ -268,7 +269,7 @@ class Hosts:
         stopped = isinstance(error, Stopped)
         # before jax's own end, which would wait for the others
         atexit.register(leave, RESUMABLE if stopped else 1)
-        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+        if is_of_runtime(error) and "RESOURCE_EXHAUSTED" not in str(error):
             cause = watch.cause(self.config.lost_after + 2 * SLICE)
             if cause:
                 watch.fail(cause, watch.kind)
@@ -289,4 +290,6 @@ def _outcome(function: Callable[[], Any]) -> dict[str, Any]:
     try:
         return {"value": function()}
     except ValueError as error:
+        if is_of_runtime(error):
+            raise
         return {"refused": str(error)}

@@ -19,6 +19,7 @@ from jaxfb.checkpoint.store import CannotWrite
 from jaxfb.config.operation import HostsConfig
 from jaxfb.display import print_table
 from jaxfb.metrics import Pending
+from jaxfb.platforms.runtime_errors import as_runtime_errors
 from jaxfb.process.fault_points import reach
 from jaxfb.process.position import here
 from jaxfb.refusal import Refused, boolean
@@ -118,7 +119,8 @@ def _run(
             hosts.first(lambda: undo.begin(start.fresh))
             hosts.advise(lambda: after_a_loss(directory, run_.newest_saved))
             try:
-                return _Loop(hosts, run_, callbacks, interrupt, undo).start(start)
+                with as_runtime_errors():
+                    return _Loop(hosts, run_, callbacks, interrupt, undo).start(start)
             except Stopped as stopped:  # checkpoints that were passed over as damaged are known by now
                 stopped.newest = lambda: run_.newest_saved
                 raise
@@ -279,7 +281,8 @@ class _Loop:
         all; where one refuses, the others wait in the next update, so that there is nobody to save with.
         """
         try:
-            return read()
+            with as_runtime_errors():
+                return read()
         except ValueError as error:
             self._arrive()
             alone = self._hosts.count > 1 and not isinstance(error, RefusedByAll)

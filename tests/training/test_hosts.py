@@ -242,6 +242,22 @@ def of_two(store, index):
     return hosts
 
 
+def test_where_a_compiled_function_finds_another_process_gone_that_process_is_named(monkeypatch):
+    """JAX raises a plain ValueError then; it was printed with its traceback, and the process ended with exit code 1."""
+    monkeypatch.setattr("jaxfb.training.hosts.atexit.register", lambda *_: None)
+    store = Store()
+    watches = [watch(store, index, lost_after=60.0) for index in range(3)]
+    hosts = of_two(store, 0)
+    hosts._advice = lambda: "start again"
+    try:
+        for other in watches[1:]:
+            other.fail("OSError: disk full")
+        with pytest.raises(LostProcess, match="process 1 of 3 failed: OSError: disk full.*; start again"):
+            hosts._fail(watches[0], ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer"))
+    finally:
+        [one.stop() for one in watches]
+
+
 def test_a_process_that_ends_early_is_not_waited_for(capsys, monkeypatch):
     """jax would wait for it, and abort the others minutes after they have done everything."""
     left, store = [], Store()
