@@ -1129,6 +1129,27 @@ MUTATIONS = (
         "checkpoint/test_together.py::test_a_lost_process_or_too_little_memory_is_no_damage",
     ),
     Mutation(
+        "a_step_that_may_not_be_read_is_set_aside",
+        "checkpoint/store.py",
+        "        except Unreadable:",
+        "        except KeyError:",
+        "checkpoint/test_obstacles.py::test_a_record_that_may_not_be_read_is_not_set_aside",
+    ),
+    Mutation(
+        "a_collective_that_broke_is_taken_for_damage",
+        "checkpoint/together.py",
+        "@as_runtime_errors()\n",
+        "",
+        "checkpoint/test_together.py::test_a_process_that_is_lost_while_they_agree_on_a_step_is_no_damage",
+    ),
+    Mutation(
+        "a_collective_that_broke_is_an_error_of_the_program",
+        "training/hosts.py",
+        "if is_of_runtime(error) and",
+        "if isinstance(error, jax.errors.JaxRuntimeError) and",
+        "training/test_hosts.py::test_where_a_compiled_function_finds_another_process_gone_that_process_is_named",
+    ),
+    Mutation(
         "a_process_that_cannot_write_waits_for_the_others",
         "checkpoint/write_errors.py",
         "        if error and IN_BACKGROUND in text:",

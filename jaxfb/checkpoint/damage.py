@@ -9,6 +9,7 @@ from typing import Any
 
 from etils import epath
 
+from jaxfb.checkpoint.obstacles import chain
 from jaxfb.checkpoint.record import RECORD
 from jaxfb.refusal import StorageError
 
@@ -24,7 +25,7 @@ def damage(checkpoint: epath.Path, error: BaseException) -> str:
         name, text = f"step {checkpoint.name} ", str(error)
         return text.removeprefix(name) if text.startswith(name) else f"cannot be used: {text}"
     found = next(_damaged_files(checkpoint), None) or _damaged_arrays(error)
-    return f"is damaged: {found}" if found else f"cannot be read: {_words(list(_chain(error))[-1])}"
+    return f"is damaged: {found}" if found else f"cannot be read: {_words(list(chain(error))[-1])}"
 
 
 def _damaged_files(checkpoint: epath.Path) -> Iterator[str]:
@@ -50,18 +51,11 @@ def _is_json(path: epath.Path) -> bool:
 
 def _damaged_arrays(error: BaseException) -> str | None:
     """Returns which array the storage library could not read, by its own message; None where it names none."""
-    texts = [str(one) for one in _chain(error)]
+    texts = [str(one) for one in chain(error)]
     array: Any = next(filter(None, map(_OF_AN_ARRAY.search, texts)), None)
     if array is not None:
         return f"the array {array[1]} {_CUT}"
     return f"a file of its arrays (state/) {_CUT}" if any(map(_OF_THE_FILES.search, texts)) else None
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yields an error and its causes."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def _words(error: BaseException) -> str:

@@ -14,7 +14,6 @@ import json
 import logging
 import math
 import os
-import re
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -37,6 +36,7 @@ from jaxfb.checkpoint.manifest import (
     sealed,
     shapes_of,
 )
+from jaxfb.checkpoint.obstacles import Unreadable, chain, number_of, unreadable
 from jaxfb.checkpoint.record import RECORD, context
 from jaxfb.checkpoint.step_directories import DAMAGED_SUFFIX, remove_unfinished, steps_in, unused
 from jaxfb.checkpoint.stored_parts import StoredArrays
@@ -154,6 +154,8 @@ class CheckpointStore:
           (state like abstract_state, the host dict given to `save`). The arrays are bitwise those saved.
         Raises:
           FileNotFoundError: there is no such step, or none that can be read.
+          StorageError: the given step is damaged; or a process may not read a step, or has too many files open, which
+            is no damage, so that no older step is taken.
           ValueError: names, shapes or dtypes differ; the message lists them.
         """
         boolean("partial", partial, who=WHO)
@@ -330,11 +332,22 @@ class CheckpointStore:
         """Returns state and host values of a step that every process can read; none has it if one cannot."""
         path = self.directory / str(step)
         record, loaded = read_by_all(
-            lambda: self._read(step, abstract_state, partial), step, lambda error: damage(path, error)
+            lambda: self._read_or_tell(step, abstract_state, partial), step, lambda error: damage(path, error)
         )
         check_sums(record.get("sums", {}), loaded, step)
         state = jax.tree.unflatten(jax.tree.structure(abstract_state), list(loaded.values()))
         return state, record["host"]
+
+    def _read_or_tell(self, step: int, abstract_state: Any, partial: bool) -> tuple[dict, dict[str, Any]]:
+        """Returns what `_read` does; raises Unreadable where this process may not read what is there."""
+        try:
+            return self._read(step, abstract_state, partial)
+        except (*NOT_OF_A_FILE, Mismatch):
+            raise
+        except Exception as error:
+            if told := unreadable(self.directory / str(step), error):
+                raise told from error
+            raise
 
     def _read(self, step: int, abstract_state: Any, partial: bool) -> tuple[dict, dict[str, Any]]:
         """Returns the record of a step, and its arrays by name; this process alone reads, and waits for no other."""
@@ -349,7 +362,7 @@ class CheckpointStore:
 
     def _record(self, step: int) -> dict:
         # Read as a file: Orbax's reading is a collective, and one process may look at steps alone.
-        record = json.loads((self.directory / str(step) / RECORD / "data.json").read_text())
+        record = self._read_record(self.directory / str(step))
         if not isinstance(record, dict) or record.get("format") not in (FORMAT, WITHOUT_SUMS):
             raise StorageError(
                 f"{self.directory / str(step)} contains no jaxfb checkpoint of format {FORMAT}"
@@ -358,9 +371,19 @@ class CheckpointStore:
             raise StorageError(f"the record of {self.directory / str(step)} is not the one that was written")
         return record
 
+    def _read_record(self, path: epath.Path) -> Any:
+        try:
+            return json.loads((path / RECORD / "data.json").read_text())
+        except OSError as error:
+            if told := unreadable(path, error):
+                raise told from error
+            raise
+
     def _is_complete(self, step: int) -> bool:
         try:
             return step not in self._damaged and bool(self._record(step))
+        except Unreadable:  # nothing is known to be wrong with it; reading it raises
+            return True
         except Exception:  # whatever is wrong with it, it is not a checkpoint one can resume from
             return False
 
@@ -405,11 +428,5 @@ def _first_line(error: BaseException) -> str:
 
 def _root_of(error: BaseException) -> str:
     """Returns the first line of the system's error, if it is in the chain of causes; otherwise of the error itself."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.strerror:
-            return cause.strerror
-        if number := re.search(r"os_error_code='(\d+)'", str(cause)):  # as tensorstore puts it
-            return os.strerror(int(number[1]))
-        cause = cause.__cause__ or cause.__context__
-    return _first_line(error)
+    number = next(filter(None, map(number_of, chain(error))), None)
+    return _first_line(error) if number is None else os.strerror(number)

@@ -1,11 +1,15 @@
 """Several processes read the same checkpoint: one that any of them cannot read is passed over by all."""
 
+import errno
+import os
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from jaxfb.checkpoint import store as checkpoint
 from jaxfb.checkpoint import together
+from jaxfb.checkpoint.obstacles import Unreadable
 from jaxfb.checkpoint.store import CheckpointStore
 from jaxfb.refusal import Missing, StorageError
 
@@ -53,6 +57,43 @@ def test_a_given_step_that_only_this_process_does_not_see_is_told_to_the_others(
     with pytest.raises(Missing, match="no checkpoint of step 9"):
         CheckpointStore(saved).restore(STATE, step=9)
     assert len(told) == 1 and told[0]
+
+
+def test_the_others_are_told_that_this_process_may_not_read_a_step(saved, monkeypatch):
+    """And none of them goes on to an older one."""
+    told = []
+    other_process(monkeypatch, told.append)
+
+    def fail(*_):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(checkpoint.ocp, "load_checkpointables", fail)
+    with pytest.raises(Unreadable, match="Too many open files"):
+        CheckpointStore(saved).restore(STATE)
+    assert len(told) == 1 and "Too many open files" in told[0]["obstacle"]
+
+
+def test_a_step_that_another_process_may_not_read_is_not_passed_over_here(saved, monkeypatch, caplog):
+    other_process(monkeypatch, lambda value: {"obstacle": "Permission denied: x"})
+    store = CheckpointStore(saved)
+    with pytest.raises(Unreadable, match=r"Permission denied: x \(found by process 1\)"):
+        store.restore(STATE)
+    assert store.latest() == 3 and not caplog.text
+
+
+def test_a_process_that_is_lost_while_they_agree_on_a_step_is_no_damage(saved, monkeypatch, caplog):
+    """What a compiled function raises when it is called again is a plain ValueError."""
+
+    def broken(_):
+        raise ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer")
+
+    monkeypatch.setattr(checkpoint, "gathered", lambda steps: [steps])
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(together.multihost_utils, "process_allgather", broken)
+    store = CheckpointStore(saved)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Gloo"):
+        store.restore(STATE)
+    assert store.latest() == 3 and not caplog.text
 
 
 @pytest.mark.parametrize("error", [jax.errors.JaxRuntimeError("Connection closed by peer"), MemoryError()])
