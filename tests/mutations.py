@@ -1150,6 +1150,13 @@ MUTATIONS = (
         "training/test_hosts.py::test_where_a_compiled_function_finds_another_process_gone_that_process_is_named",
     ),
     Mutation(
+        "a_clock_set_back_removes_the_latest_local_checkpoint",
+        "training/local_tier.py",
+        "dict.fromkeys([*self._written, *(",
+        "dict.fromkeys([*(",
+        "checkpoint/test_local_checkpoints.py::test_the_latest_are_kept_where_the_clock_was_set_back",
+    ),
+    Mutation(
         "a_process_that_cannot_write_waits_for_the_others",
         "checkpoint/write_errors.py",
         "        if error and IN_BACKGROUND in text:",

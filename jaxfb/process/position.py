@@ -32,7 +32,7 @@ class Position:
     def reset(self) -> None:
         """Begins again at the start-up; the counts begin at 0."""
         self.phase, self.update, self.place, self.ticks, self.waits = START, 0, 0, 0, False
-        self.began = time.time()
+        self.began, self._counted_from = time.time(), time.monotonic()
         self.own, self.whole = 0.0, 0.0
         self._latest: deque[tuple[float, float]] = deque(maxlen=WINDOW)
 
@@ -41,6 +41,10 @@ class Position:
         self.phase, self.place, self.ticks = phase, self.place + 1, self.ticks + 1
         if update is not None:
             self.update = update
+
+    def now(self) -> float:
+        """Returns seconds since 1970 by the clock at `began`: one that is set during the run changes no duration."""
+        return self.began + time.monotonic() - self._counted_from
 
     def tick(self) -> None:
         """Notes that something was done in the present phase, on this process at least."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,7 +26,7 @@ class Goodput:
     began: when this process started the run, in seconds since 1970, as `clock` counts.
     """
 
-    def __init__(self, began: float, clock: Callable[[], float] = time.time):
+    def __init__(self, began: float, clock: Callable[[], float]):
         self._clock, self._began, self._first = clock, began, began
         self._seconds = dict.fromkeys(CAUSES, 0.0)
         self._updates = 0  # in this process
@@ -55,11 +54,15 @@ class Goodput:
         return {"first": self._first, "saved": self._clock(), "seconds": dict(self._seconds)}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Continues the seconds of a checkpoint; those between its save and this start are lost."""
-        self._first = saved["first"]
+        """Continues the seconds of a checkpoint; those between its save and this start are lost.
+
+        How many they are is not known where the clock was set back in between; they count as none.
+        """
+        away = max(0.0, self._began - saved["saved"])
+        self._first = self._began - away - (saved["saved"] - saved["first"])
         for cause, seconds in saved["seconds"].items():
             self._seconds[cause] += seconds
-        self._seconds["lost"] += max(0.0, self._began - saved["saved"])
+        self._seconds["lost"] += away
 
     @property
     def share(self) -> float:

@@ -66,6 +66,7 @@ class LocalTier:
         self._own = self._root / f"process-{jax.process_index()}"
         self._keep = settings.keep
         self._writing: threading.Thread | None = None
+        self._written: list[int] = []  # updates, the latest first
         self._kinds: Sequence[str] = ()  # of all processes, known from the first save on
         self._shift: int | None = None
 
@@ -132,7 +133,7 @@ class LocalTier:
             for name, body in files.items():
                 write(self._own / str(name), body)
                 reach("local.done")
-            self._rotate()
+            self._rotate(next(iter(files)).update)
         except OSError as error:
             log.warning("[checkpoint] no local checkpoint was written to %s: %s", self._own, error.strerror)
             with suppress(OSError):
@@ -143,11 +144,15 @@ class LocalTier:
         for path in self._own.glob(f"*{UNFINISHED}"):
             path.unlink(missing_ok=True)
 
-    def _rotate(self) -> None:
-        """Keeps the files of the updates that were written last; numbers may have gone back since."""
+    def _rotate(self, update: int) -> None:
+        """Keeps the files of the updates that were written last, now `update`; numbers may have gone back since.
+
+        So may the clock, and with it the times of files: they order what an earlier process has written.
+        """
+        self._written = [update, *(one for one in self._written if one != update)][: self._keep]
         files = {path: name for path in self._own.iterdir() if (name := Name.of(path)) is not None}
         latest = sorted(files, key=lambda path: path.stat().st_mtime_ns, reverse=True)
-        kept = list(dict.fromkeys(files[path].update for path in latest))[: self._keep]
+        kept = list(dict.fromkeys([*self._written, *(files[path].update for path in latest)]))[: self._keep]
         for path, name in files.items():
             if name.update not in kept:
                 path.unlink()

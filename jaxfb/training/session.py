@@ -95,7 +95,7 @@ class Run(AbstractContextManager["Run"]):
         self.metrics: dict[str, float] = {}
         self.stopped: str | None = None
         self.phases = Phases()
-        self.goodput = Goodput(here.began)
+        self.goodput = Goodput(here.began, here.now)
         self.kept: dict[str, Any] = {}
         self.unwritten: list[dict[str, Any]] = []
         self._local: LocalTier | None = None

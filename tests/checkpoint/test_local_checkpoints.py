@@ -101,6 +101,18 @@ def test_the_newest_sound_one_since_the_same_checkpoint_is_restored(mesh, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
+def test_the_latest_are_kept_where_the_clock_was_set_back(mesh, tmp_path):
+    """The times of files would make those of before the newest, and what was just written would be removed."""
+    tier = LocalTier(LocalConfig(1, str(tmp_path), keep=2), "run")
+    own = tmp_path / "run" / "process-0"
+    for update in (1, 2, 3, 4):
+        tier.save(update, None, state_on(mesh, update), {})
+        tier.wait()
+        for path in own.glob(f"{update}_*"):
+            os.utime(path, (2_000_000_000 - update, 2_000_000_000 - update))
+    assert sorted(path.name.partition("_")[0] for path in own.iterdir()) == ["3", "4"]
+
+
 def test_two_processes_of_a_host_may_remove_theirs_at_the_same_time(mesh, tmp_path, monkeypatch):
     tier = LocalTier(LocalConfig(1, str(tmp_path)), "run")
     tier.save(1, None, state_on(mesh), {})

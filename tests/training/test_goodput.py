@@ -1,7 +1,10 @@
 """Where the time of a run goes, over several starts; the clock is a number."""
 
+import time
+
 import pytest
 
+from jaxfb.process.position import Position
 from jaxfb.training.goodput import CAUSES, Goodput
 
 
@@ -51,3 +54,25 @@ def test_seconds_of_all_causes_add_up_to_the_time_since_the_first_start():
     assert str(again).startswith(
         "time: 13.9% in applied updates (goodput); the rest is work done again and time away"
     )
+
+
+def test_a_clock_that_was_set_back_between_two_starts_leaves_the_share_what_it_was():
+    clock = Clock()
+    goodput = Goodput(clock.now, clock)
+    goodput.start()
+    trained(goodput, clock, 5)
+    saved, share = goodput.save(), goodput.share
+    clock.now -= 500
+    again = Goodput(clock.now, clock)
+    again.restore(saved)
+    assert share == pytest.approx(32 / 50) and again.share == pytest.approx(share)
+    assert "lost" not in again.summary()["seconds"]
+
+
+@pytest.mark.parametrize("jump", [-5000.0, 5000.0])
+def test_a_clock_that_is_set_during_a_run_changes_no_duration(monkeypatch, jump):
+    position, real = Position(), time.time
+    before = position.now()
+    assert before == pytest.approx(real(), abs=60)
+    monkeypatch.setattr(time, "time", lambda: real() + jump)
+    assert 0 <= position.now() - before < 60
