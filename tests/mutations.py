@@ -1131,8 +1131,8 @@ MUTATIONS = (
     Mutation(
         "a_step_that_may_not_be_read_is_set_aside",
         "checkpoint/store.py",
-        "        except Unreadable:",
-        "        except KeyError:",
+        "except (Unreadable, Mismatch):",
+        "except KeyError:",
         "checkpoint/test_obstacles.py::test_a_record_that_may_not_be_read_is_not_set_aside",
     ),
     Mutation(

@@ -363,6 +363,7 @@ class CheckpointStore:
     def _record(self, step: int) -> dict:
         # Read as a file: Orbax's reading is a collective, and one process may look at steps alone.
         record = self._read_record(self.directory / str(step))
+        _refuse_newer(record, f"step {step} of {self.directory}")
         if not isinstance(record, dict) or record.get("format") not in (FORMAT, WITHOUT_SUMS):
             raise StorageError(
                 f"{self.directory / str(step)} contains no jaxfb checkpoint of format {FORMAT}"
@@ -382,7 +383,7 @@ class CheckpointStore:
     def _is_complete(self, step: int) -> bool:
         try:
             return step not in self._damaged and bool(self._record(step))
-        except Unreadable:  # nothing is known to be wrong with it; reading it raises
+        except (Unreadable, Mismatch):  # nothing is known to be wrong with it; reading it raises
             return True
         except Exception:  # whatever is wrong with it, it is not a checkpoint one can resume from
             return False
@@ -420,6 +421,16 @@ def _begun_save(
         record.set_exception(error)
         raise
     return pending
+
+
+def _refuse_newer(record: Any, where: str) -> None:
+    """Refuses the whole record of a later format: nothing is damaged, and an older step is not what was asked for."""
+    found = record.get("format") if isinstance(record, dict) else None
+    if type(found) is int and found > FORMAT and record == sealed(record):
+        raise Mismatch(
+            f"[checkpoint] {where} has format {found}, which a newer jaxfb has written, and this one reads up to "
+            f"{FORMAT}; continue with the newer one, or in another run directory"
+        )
 
 
 def _first_line(error: BaseException) -> str:

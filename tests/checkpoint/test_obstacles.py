@@ -1,6 +1,7 @@
 """A checkpoint that a process may not read, or cannot since too many files are open, is not taken for a damaged one."""
 
 import errno
+import json
 import os
 import resource
 import subprocess
@@ -13,8 +14,9 @@ import pytest
 import jaxfb
 from jaxfb.checkpoint import obstacles
 from jaxfb.checkpoint import store as checkpoint
+from jaxfb.checkpoint.manifest import Mismatch, sealed
 from jaxfb.checkpoint.obstacles import Unreadable
-from jaxfb.checkpoint.store import CheckpointStore
+from jaxfb.checkpoint.store import FORMAT, CheckpointStore
 
 STATE = {f"w{number}": jax.random.normal(jax.random.key(number), (64, 64)) for number in range(20)}
 
@@ -77,6 +79,28 @@ def test_a_record_that_may_not_be_read_is_not_set_aside(saved, monkeypatch):
     store.save(4, STATE, {})
     store.close()
     assert names(saved) == ["1", "2", "3", "4"]
+
+
+def test_a_step_of_a_newer_format_is_refused_and_stays_where_it_is(saved):
+    """It was passed over as damaged, and set aside, by an older jaxfb that continued the run of a newer one."""
+    path = saved / "3" / "jaxfb" / "data.json"
+    path.write_text(json.dumps(sealed({**json.loads(path.read_text()), "format": FORMAT + 1})))
+    store = CheckpointStore(saved, keep=5)
+    assert store.latest() == 3
+    for read in (store.host, lambda: store.restore(STATE)):
+        with pytest.raises(
+            Mismatch, match=f"step 3 .* has format {FORMAT + 1}, which a newer jaxfb has written"
+        ):
+            read()
+    store.save(4, STATE, {})
+    store.close()
+    assert names(saved) == ["1", "2", "3", "4"]
+
+
+def test_another_number_in_a_record_is_damage(saved):
+    path = saved / "3" / "jaxfb" / "data.json"
+    path.write_text(path.read_text().replace('"format": 2', '"format": 6'))
+    assert CheckpointStore(saved).restore(STATE)[1] == {"step": 2}
 
 
 DENIED = """
