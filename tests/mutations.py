@@ -1150,6 +1150,13 @@ MUTATIONS = (
         "training/test_hosts.py::test_where_a_compiled_function_finds_another_process_gone_that_process_is_named",
     ),
     Mutation(
+        "a_metrics_file_that_was_removed_is_written_to",
+        "metrics/writers.py",
+        "            if not self._is_there():",
+        "            if not self._file:",
+        "metrics/test_failing_writers.py::test_a_metrics_file_that_is_removed_during_a_run_is_written_again_whole",
+    ),
+    Mutation(
         "a_clock_set_back_removes_the_latest_local_checkpoint",
         "training/local_tier.py",
         "dict.fromkeys([*self._written, *(",

@@ -10,6 +10,7 @@ service that is down must not end a run.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import logging
@@ -17,6 +18,7 @@ import math
 import os
 import traceback
 from collections.abc import Callable, Iterable, Mapping, MutableSequence
+from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,11 +47,18 @@ class JsonlWriter:
     unwritten: records that an earlier run could not write, which now are; then it receives those that this one cannot
             write: the first, for which `write` raises OSError, and all after it, which are not tried.
 
+    say:    receives a sentence where the file was removed or replaced during the run. One that was removed is written
+            again with all its records; one that is there instead is written to.
+
     A record is in the operating system's hands when `write` returns: killing the process loses none.
     """
 
     def __init__(
-        self, path: str | Path, resume: int | None = None, unwritten: MutableSequence[dict] | None = None
+        self,
+        path: str | Path,
+        resume: int | None = None,
+        unwritten: MutableSequence[dict] | None = None,
+        say: Callable[[str], None] = log.warning,
     ):
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -59,8 +68,7 @@ class JsonlWriter:
         kept += [record for record in self._unwritten if record not in kept]
         _replace(self.path, "".join(_line(record) for record in kept))
         self._unwritten.clear()
-        # Not buffered: what a full disk did not take must not be tried again at the end.
-        self._file = self.path.open("ab", buffering=0)
+        self._file, self._say = self._opened(), say
 
     def write(self, step: int, record: Mapping[str, Any]) -> None:
         plain = {"step": int(step), **{name: _plain(v) for name, v in record.items()}}
@@ -68,10 +76,35 @@ class JsonlWriter:
             self._unwritten.append(plain)
             return
         try:
+            if not self._is_there():
+                self._open_again()
             self._append(_line(plain).encode())
         except OSError:
             self._unwritten.append(plain)
             raise
+
+    def _opened(self) -> FileIO:
+        # Not buffered: what a full disk did not take must not be tried again at the end. Read where it was removed.
+        return self.path.open("a+b", buffering=0)
+
+    def _is_there(self) -> bool:
+        """Returns whether the path still leads to the file that is open: what goes to another is lost in silence."""
+        with contextlib.suppress(FileNotFoundError):
+            return os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno()))
+        return False
+
+    def _open_again(self) -> None:
+        """Goes on with the file that is there now, or writes the one that was removed again."""
+        was_removed = not self.path.exists()
+        if was_removed:
+            self._file.seek(0)
+            _replace(self.path, self._file.readall().decode())
+        before, self._file = self._file, self._opened()
+        before.close()
+        what = (
+            "removed; it is written again, with all" if was_removed else "replaced; the new one gets further"
+        )
+        self._say(f"[log] {self.path} was {what} records")
 
     def _append(self, line: bytes) -> None:
         while line:
@@ -87,11 +120,15 @@ class TensorBoardWriter:
     """Scalars for TensorBoard, through tensorboardX."""
 
     def __init__(self, directory: str | Path, resume: int | None = None):
-        library = _extra("tensorboard")
+        library, self._directory = _extra("tensorboard"), Path(directory)
         purge = None if resume is None else resume + 1
         self._writer = library.SummaryWriter(str(directory), purge_step=purge)
+        self._is_made = self._directory.is_dir()
 
     def write(self, step: int, record: Mapping[str, Any]) -> None:
+        # what it has open could still be written to, and would be lost in silence
+        if self._is_made and not self._directory.is_dir():
+            raise FileNotFoundError(f"{self._directory} was removed")
         for name, value in record.items():
             if not isinstance(value, str | list):
                 self._writer.add_scalar(name, float(value), int(step))
@@ -207,7 +244,7 @@ def make_writers(
     check_writers(names)
     named = [(name, _begun(name, directory, config, resume)) for name in names]
     named += [(type(writer).__name__, writer) for writer in extra]
-    file = JsonlWriter(directory / "metrics.jsonl", resume, unwritten)
+    file = JsonlWriter(directory / "metrics.jsonl", resume, unwritten, say)
     return _Fan(file, [_Beside(name, writer, say) for name, writer in named])
 
 

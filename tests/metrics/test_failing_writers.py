@@ -2,8 +2,10 @@
 
 import errno
 import os
+import shutil
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -92,3 +94,60 @@ def test_what_a_full_disk_does_not_take_is_written_when_the_run_continues(tmp_pa
     again.close()
     assert steps(tmp_path) == [1, 2, 3, 4] and unwritten == []
     assert read_jsonl(tmp_path / "metrics.jsonl")[1] == {"step": 2, "loss": None, "load": [1, 2]}
+
+
+def test_a_metrics_file_that_is_removed_during_a_run_is_written_again_whole(tmp_path):
+    """Its records went to a file without a name, and the run ended without one and without a word."""
+    said = []
+    writer = make_writers([], tmp_path, {}, say=said.append)
+    writer.write(1, {"loss": 1.0})
+    (tmp_path / "metrics.jsonl").unlink()
+    writer.write(2, {"loss": 2.0})
+    writer.write(3, {"loss": 3.0})
+    writer.close()
+    assert steps(tmp_path) == [1, 2, 3]
+    (sentence,) = said
+    assert sentence.startswith(f"[log] {tmp_path / 'metrics.jsonl'} was removed; it is written again")
+
+
+def test_records_go_to_the_file_that_took_its_place(tmp_path):
+    said = []
+    writer = make_writers([], tmp_path, {}, say=said.append)
+    writer.write(1, {})
+    (tmp_path / "edited").write_text("")
+    (tmp_path / "edited").replace(tmp_path / "metrics.jsonl")
+    writer.write(2, {})
+    writer.close()
+    assert steps(tmp_path) == [2] and len(said) == 1 and "was replaced" in said[0]
+
+
+def test_of_a_directory_that_is_gone_the_records_are_kept(tmp_path):
+    unwritten = []
+    writer = make_writers([], tmp_path / "run", {}, unwritten=unwritten)
+    writer.write(1, {})
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(FileNotFoundError):
+        writer.write(2, {"loss": 2.0})
+    writer.write(3, {"loss": 3.0})
+    assert [record["step"] for record in unwritten] == [2, 3]
+
+
+def test_a_directory_of_tensorboard_that_is_removed_is_reported(tmp_path, monkeypatch):
+    class SummaryWriter:
+        def __init__(self, directory, purge_step):
+            Path(directory).mkdir()
+
+        def add_scalar(self, *given):
+            pass
+
+        close = add_scalar
+
+    monkeypatch.setitem(sys.modules, "tensorboardX", types.SimpleNamespace(SummaryWriter=SummaryWriter))
+    said = []
+    writer = make_writers(["tensorboard"], tmp_path, {}, say=said.append)
+    writer.write(1, {"loss": 1.0})
+    (tmp_path / "tensorboard").rmdir()
+    writer.write(2, {"loss": 1.0})
+    writer.close()
+    assert "the writer 'tensorboard' failed at step 2" in said[0] and "tensorboard was removed" in said[0]
+    assert steps(tmp_path) == [1, 2]
