@@ -41,7 +41,7 @@ def number_of(error: BaseException) -> int | None:
 
 def unreadable(checkpoint: epath.Path, error: BaseException) -> Unreadable | None:
     """Returns the sentence for a step whose reading was prevented, None where its files may be damaged."""
-    reason = _reason(error) or next(_denied(checkpoint), None)
+    reason = next(_denied(checkpoint), None) or _reason(error)
     if reason is None:
         return None
     return Unreadable(
@@ -53,7 +53,8 @@ def unreadable(checkpoint: epath.Path, error: BaseException) -> Unreadable | Non
 def _reason(error: BaseException) -> str | None:
     """Returns the first cause that is an obstacle, with its file where it names one."""
     for one in chain(error):
-        if (number := number_of(one)) in OBSTACLES:
+        number = number_of(one)
+        if number is not None and number in OBSTACLES:
             path = getattr(one, "filename", None)
             return f"{os.strerror(number)}{f': {path}' if path else ''}"
     return None
@@ -66,7 +67,7 @@ def _denied(checkpoint: epath.Path) -> Iterator[str]:
         paths = [folder, *(os.path.join(folder, name) for name in files)]
         denied += [PermissionError(errno.EACCES, "", path) for path in paths if _is_forbidden(path)]
     for error in denied:
-        if error.errno in OBSTACLES:
+        if error.errno is not None and error.errno in OBSTACLES:
             yield f"{os.strerror(error.errno)}: {error.filename}"
 
 
