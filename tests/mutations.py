@@ -105,6 +105,13 @@ MUTATIONS = (
     ),
     # forward_backward
     Mutation(
+        "penalty_in_a_head_counts_once_a_stage",
+        "forward_backward/head_placement.py",
+        "return masked(here, given) if same else given",
+        "return given",
+        "forward_backward/test_head_rows.py::test_it_is_the_gradient_of_one_device",
+    ),
+    Mutation(
         "tensor_is_never_left_to_xla",
         "forward_backward/traced.py",
         "return cls._over(mesh, manual_axes(mesh), *given)",

@@ -2,7 +2,8 @@
 
 All devices run the same tick, so what one end does costs everybody. Three ways to place the head:
 "last" lets every device run the whole head and uses the answer of the one that holds the last stage;
-"rows" gives each device its share of the microbatch's rows, exact as long as the terms are sums over rows;
+"rows" gives each device its share of the microbatch's rows, exact as long as the terms are sums over rows or, such as
+a penalty on the parameters, read none;
 "vocabulary" gives each its share of the vocabulary, of the embedding too, for models that offer it.
 """
 
@@ -14,12 +15,14 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxfb.forward_backward.accumulate import split_totals
 from jaxfb.forward_backward.layer_passes import StageInputs
 from jaxfb.forward_backward.loss import as_loss_output
 from jaxfb.forward_backward.reduce import COLLECTIVES, across, masked
+from jaxfb.forward_backward.traced import Traced
 from jaxfb.parallel.collectives import psum_of_one, psum_scatter_of_one
 from jaxfb.parts import HEADS
 from jaxfb.refusal import Refused, choice
@@ -150,6 +153,33 @@ class RowsPlacement(_WholeModel):
 
     cuts_rows = True
 
+    def _head(self, outer, hidden, inputs):
+        """Returns the answer for this device's rows; what reads no row counts on the last stage's device alone."""
+        out, here = super()._head(outer, hidden, inputs), self._here(self._loss_device)
+        share, whole = (self._traced(outer, hidden, inputs, n) for n in (1, lax.axis_size("pipe")))
+
+        def once(field: str) -> dict:
+            found = dict(getattr(out, field))
+            for name, place in getattr(share.places, field).items():
+                if isinstance(place, Sum) and not _reads(share, place.total):
+                    weights = place.weight, getattr(whole.places, field)[name].weight
+                    found[name] = _once(here, found[name], share, whole, *weights, of_term=field == "terms")
+            return found
+
+        return LossOutput(once("terms"), once("metrics"), out.outputs)
+
+    def _traced(self, outer: PyTree, hidden: PyTree, inputs: StageInputs, times: int) -> Traced:
+        """Returns the head traced for so many times this device's rows."""
+
+        def more(leaf):
+            return jax.ShapeDtypeStruct((leaf.shape[0] * times, *leaf.shape[1:]), leaf.dtype)
+
+        def head(outer, data, _):
+            return as_loss_output(self._model.head(outer, *data))
+
+        data = jax.tree.map(more, (hidden, inputs.microbatch, inputs.keys))
+        return Traced(head, outer, data, None)
+
     def _spread(self, hidden, inputs):
         mine = masked(self._here(self._loss_device), hidden)
         scatter = lambda leaf: psum_scatter_of_one(leaf, "pipe", 0)  # noqa: E731
@@ -272,6 +302,35 @@ def _obstacle_to_vocabulary(model: Pipelined, outer: PyTree, pipe: int, tensor: 
 def _my_rows(leaf: jax.Array) -> jax.Array:
     rows = leaf.shape[0] // lax.axis_size("pipe")
     return lax.dynamic_slice_in_dim(leaf, lax.axis_index("pipe") * rows, rows)
+
+
+def _once(
+    here: jax.Array, given: Sum, share: Traced, whole: Traced, of_share: Any, of_whole: Any, of_term: bool
+) -> Sum:
+    """Returns a Sum whose total reads no row as it counts on this device: nothing elsewhere than `here`.
+
+    A weight that grows with the rows, also without reading them, is that of a sum over rows, which stays as it is; so
+    does a metric without a weight, which may count rows.
+
+    of_share, of_whole: the places of the weight in the head for this device's rows and for all of them.
+    """
+    if of_share is None:
+        return masked(here, given) if of_term else given
+    if _reads(share, of_share):
+        return Sum(masked(here, given.total), given.weight)
+    same = np.array_equal(_constant(share, of_share), _constant(whole, of_whole))
+    return masked(here, given) if same else given
+
+
+def _reads(traced: Traced, place: int) -> bool:
+    """Returns whether a result depends on anything of the rows."""
+    return any(traced.reads(place)[1])
+
+
+def _constant(traced: Traced, place: int) -> np.ndarray:
+    """Returns a result that depends on nothing."""
+    with jax.ensure_compile_time_eval():
+        return np.asarray(traced.function(place)(None, None, None)[0])
 
 
 def _of(metrics: Mapping, *kinds: type) -> dict:

@@ -91,14 +91,14 @@ class Traced:
     def function(self, *places: int) -> Callable:
         """Returns a function (params, microbatch, rng) -> those results, in ascending order, without other computation.
 
-        params: may be None where no result depends on them.
+        params, (microbatch, rng): may be None where no result depends on them.
         """
         program, used = self._cut(places)
         run = jaxpr_as_fun(program)
 
         def call(params, microbatch, rng):
             leaves = jax.tree.leaves(params) or [None] * self._num_params
-            leaves += jax.tree.leaves((microbatch, rng))
+            leaves += jax.tree.leaves((microbatch, rng)) or [None] * (len(used) - self._num_params)
             return run(*(leaf for leaf, needed in zip(leaves, used, strict=True) if needed))
 
         return call
