@@ -22,7 +22,7 @@ from jaxfb.forward_backward.accumulate import split_totals
 from jaxfb.forward_backward.layer_passes import StageInputs
 from jaxfb.forward_backward.loss import as_loss_output
 from jaxfb.forward_backward.reduce import COLLECTIVES, across, masked
-from jaxfb.forward_backward.traced import Traced
+from jaxfb.forward_backward.traced import Traced, constant
 from jaxfb.parallel.collectives import psum_of_one, psum_scatter_of_one
 from jaxfb.parts import HEADS
 from jaxfb.refusal import Refused, choice
@@ -45,6 +45,11 @@ class HeadPlacement(ABC):
     def __init__(self, model: Pipelined, cut: PyTree, embed_device: int, loss_device: int):
         self._model, self._cut = model, cut
         self._embed_device, self._loss_device = embed_device, loss_device
+
+    @property
+    def model(self) -> Pipelined:
+        """Returns the model whose ends these are."""
+        return self._model
 
     def loss(self, outer: PyTree, hidden: PyTree, inputs: StageInputs) -> LossOutput:
         """Returns this device's part of the answer, neutral where it has none; `hidden` counts on loss_device."""
@@ -318,19 +323,13 @@ def _once(
         return masked(here, given) if of_term else given
     if _reads(share, of_share):
         return Sum(masked(here, given.total), given.weight)
-    same = np.array_equal(_constant(share, of_share), _constant(whole, of_whole))
+    same = np.array_equal(constant(share, of_share), constant(whole, of_whole))
     return masked(here, given) if same else given
 
 
 def _reads(traced: Traced, place: int) -> bool:
     """Returns whether a result depends on anything of the rows."""
     return any(traced.reads(place)[1])
-
-
-def _constant(traced: Traced, place: int) -> np.ndarray:
-    """Returns a result that depends on nothing."""
-    with jax.ensure_compile_time_eval():
-        return np.asarray(traced.function(place)(None, None, None)[0])
 
 
 def _of(metrics: Mapping, *kinds: type) -> dict:

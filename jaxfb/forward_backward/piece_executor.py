@@ -10,7 +10,7 @@ from jax import lax
 from jaxfb.forward_backward.buffers import Buffers, Shapes
 from jaxfb.forward_backward.layer_passes import Layers, StageInputs
 from jaxfb.forward_backward.piece_stage import Cache, PieceInputs, PieceSlot, PieceStage
-from jaxfb.forward_backward.pieces import check_outputs, piece_of, whole_records
+from jaxfb.forward_backward.pieces import check_outputs, check_terms, piece_of, whole_records
 from jaxfb.forward_backward.pipeline import Executor, Tick
 from jaxfb.forward_backward.slot import Slot
 from jaxfb.forward_backward.target import Target
@@ -39,6 +39,11 @@ class _PieceTick(Tick):
         shapes = super()._traced()
         out = jax.eval_shape(self._head.loss, self._weights.outer, shapes.hidden, shapes.inputs)
         check_outputs(out.outputs, shapes.inputs.microbatch)
+        if not self._head.cuts_vocabulary:  # whose own head computes with a share of the kernel
+            given = jax.tree.map(lambda leaf: jax.typeof(leaf), self._weights.outer)
+            check_terms(
+                self._head.model.head, given, shapes.hidden, tuple(shapes.inputs), self._program.num_pieces
+            )
         return shapes
 
     def _answer_of_layers(self, layers, hidden, inputs) -> LossOutput:

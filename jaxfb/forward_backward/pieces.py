@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 from jax import lax
 
+from jaxfb.forward_backward.loss import as_loss_output
 from jaxfb.forward_backward.reduce import of_all
+from jaxfb.forward_backward.traced import Traced, constant
 from jaxfb.refusal import Refused
 from jaxfb.types import LossOutput, PyTree
 
@@ -39,6 +43,46 @@ def check_outputs(outputs: PyTree, piece: PyTree) -> None:
                 f"with num_pieces of 2 or more an output must be of tokens, [rows, {tokens}, ...] for a piece of "
                 f"{tokens}, got shape {leaf.shape}; sum over the sequence outside the model"
             )
+
+
+def check_terms(head: Callable, outer: PyTree, hidden: PyTree, inputs: PyTree, num_pieces: int) -> None:
+    """Raises ValueError for a term that reads no token, which each piece would count.
+
+    A constant weight that grows with the tokens is that of a sum over tokens of what is the same for each.
+
+    Args:
+      head: (outer, hidden, *inputs) -> the answer.
+      hidden, inputs: shapes for a piece; leaves [rows, tokens, ...] and [rows].
+    """
+    tokens = [len(leaf.shape) > 1 for leaf in jax.tree.leaves((hidden, inputs))]
+
+    def traced(times: int) -> Traced:
+        def more(leaf):
+            return leaf if len(leaf.shape) < 2 else leaf.update(shape=_longer(leaf.shape, times))
+
+        data = jax.tree.map(more, (hidden, inputs))
+        return Traced(
+            lambda outer, data, _: as_loss_output(head(outer, data[0], *data[1])), outer, data, None
+        )
+
+    piece, whole = traced(1), traced(num_pieces)
+    for name, term in piece.places.terms.items():
+        if any(used and one for used, one in zip(piece.reads(term.total)[1], tokens, strict=True)):
+            continue
+        of_all_tokens = whole.places.terms[name].weight
+        if None not in (term.weight, of_all_tokens) and not any(piece.reads(term.weight)[1]):
+            if constant(piece, term.weight) != constant(whole, of_all_tokens):
+                continue
+        raise Refused(
+            f"with num_pieces={num_pieces} a term of the head must be a sum over tokens, but {name!r} reads none, so "
+            "each piece would count it; use num_pieces=1, or leave it to the optimizer, as weight decay",
+            [{"num_pieces": 1, "schedule": None}],
+        )
+
+
+def _longer(shape: tuple[int, ...], times: int) -> tuple[int, ...]:
+    rows, tokens, *rest = shape
+    return (rows, tokens * times, *rest)
 
 
 def piece_of(microbatch: PyTree, number: jax.Array, num_pieces: int) -> PyTree:

@@ -292,3 +292,25 @@ def test_a_schedule_of_ones_own_may_have_pieces():
     table = make("seq1f1b", 2, 1, 1, 2).table
     own = Schedule.from_table([[()] * 2, *table], num_pieces=2)
     assert (own.num_microbatches, own.num_items) == (1, 2)
+
+
+def test_a_term_that_each_piece_would_count_is_refused():
+    """Sums over tokens of what is the same for each are none."""
+
+    def with_term(term):
+        def loss_and_term(outer, hidden, *rest):
+            out = head(outer, hidden, *rest)
+            return LossOutput({**out.terms, "penalty": term(jnp.square(outer["out"]).sum(), hidden)})
+
+        return Pipelined(embed, layer, loss_and_term, layer_piece=layer_piece)
+
+    layers = {"own": numbers(2, WIDTH, WIDTH), "mix": numbers(2, WIDTH, WIDTH, seed=1)}
+    params = jax.tree.map(jnp.asarray, {"in": numbers(2, WIDTH), "out": numbers(WIDTH, 1), "layers": layers})
+    batch = {"x": numbers(ROWS, LENGTH, 2), "y": numbers(ROWS, LENGTH, 1), "mask": np.ones((ROWS, LENGTH, 1))}
+    plan = BatchPlan(rows=ROWS, rows_per_microbatch=2)
+    fb = jaxfb.get_forward_backward_func(make_mesh(pipe=2), num_pieces=2)
+    with pytest.raises(ValueError, match="sum over tokens, but 'penalty' reads none.*num_pieces=1"):
+        fb(with_term(lambda squares, _: Sum(squares, 1.0)), params, batch, plan)
+    model = with_term(lambda squares, hidden: Sum(squares * hidden[..., 0].size, hidden[..., 0].size))
+    wanted = jaxfb.get_forward_backward_func()(model, params, batch, plan)
+    chex.assert_trees_all_close(fb(model, params, batch, plan).grads, wanted.grads, rtol=1e-12)

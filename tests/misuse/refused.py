@@ -23,7 +23,7 @@ from jaxfb.forward_backward.equivalence import _check_dtype
 from jaxfb.forward_backward.head_placement import check_rows, choose_placement
 from jaxfb.forward_backward.last_microbatch import check_overlap, obstacle_to_overlap
 from jaxfb.forward_backward.offered import check_offers_pieces
-from jaxfb.forward_backward.pieces import check_lengths
+from jaxfb.forward_backward.pieces import check_lengths, check_terms
 from jaxfb.losses.kl import AdaptiveKL, kl_in_reward
 from jaxfb.losses.surrogates import make_surrogate
 from jaxfb.mesh import with_context
@@ -284,6 +284,13 @@ def chunks_of_a_table(num_chunks):
     return fb.schedule_for(4)
 
 
+def pieces_with_penalty(num_pieces, schedule):
+    """The engine asks this of pieces only."""
+    if num_pieces > 1:
+        tokens = jax.ShapeDtypeStruct((1, 4), np.float32)
+        check_terms(lambda outer, *_: jaxfb.Sum(outer, 1.0), np.ones(()), tokens, (tokens, None), num_pieces)
+
+
 def pieces_of_model(num_pieces, schedule=None):
     return check_offers_pieces(MODEL, num_pieces)
 
@@ -437,6 +444,7 @@ REFUSED = [
     ),
     (pieces_of_model, dict(num_pieces=2)),
     (lambda num_pieces: check_lengths({"tokens": np.zeros((1, 1, 8))}, num_pieces), dict(num_pieces=3)),
+    (pieces_with_penalty, dict(num_pieces=2, schedule="seq1f1b")),
     (make, dict(name="1f1b", num_stages=2, num_microbatches=2, num_pieces=2)),
     (make, dict(name="seq1f1b", num_stages=2, num_microbatches=100, num_pieces=10**5)),
     (own_config, {"run.updates": None, "run.tokens": 10}),
