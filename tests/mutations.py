@@ -105,6 +105,13 @@ MUTATIONS = (
     ),
     # forward_backward
     Mutation(
+        "metrics_count_the_tokens_of_one_device",
+        "forward_backward/over_context.py",
+        "found[number] = constant(whole, places[1])",
+        "found[number] = constant(local, places[0])",
+        "forward_backward/test_over_context.py::test_what_reads_no_token_counts_once",
+    ),
+    Mutation(
         "penalty_in_a_head_counts_once_a_stage",
         "forward_backward/head_placement.py",
         "return masked(here, given) if same else given",

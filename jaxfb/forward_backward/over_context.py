@@ -14,11 +14,13 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
 from jaxfb.forward_backward.reduce import across, masked
-from jaxfb.forward_backward.traced import Traced
+from jaxfb.forward_backward.traced import Traced, constant
 from jaxfb.mesh import axis_size, data_parallel
 from jaxfb.refusal import Refused
 from jaxfb.types import LossFn, LossOutput, PyTree, Sum
@@ -79,11 +81,14 @@ class OverContext:
     whole:  the loss function of whole sequences.
     shared: a LossOutput of bool: results that are the same on all devices, and count once.
     tokens: tree of bool like the outputs: those of tokens, [rows, length / devices, ...].
+    constants: what whole sequences give for leaves of the metrics that read nothing, such as a number of tokens, by
+      their number among the leaves.
     """
 
     whole: Traced
     shared: LossOutput
     tokens: PyTree
+    constants: dict[int, np.ndarray]
 
     @classmethod
     def of(cls, local: Traced, whole: Traced, microbatches: PyTree) -> OverContext:
@@ -104,7 +109,7 @@ class OverContext:
 
         outputs = local.shape.outputs, whole.shape.outputs
         tokens = jax.tree.map(lambda a, b: _is_of_tokens(a.shape, b.shape), *outputs)
-        return cls(whole, jax.tree.map(is_shared, local.places), tokens)
+        return cls(whole, jax.tree.map(is_shared, local.places), tokens, _constants(local, whole))
 
     def seeds(self, seeds: dict) -> dict:
         """Returns the cotangents of totals; that of a total that is the same on all devices is 0 on all but one."""
@@ -112,9 +117,13 @@ class OverContext:
 
     def answer(self, out: LossOutput) -> LossOutput:
         """Returns the results for sums over the axis: what is the same on all devices is 0 on all but one."""
-        sums = {name: metric for name, metric in out.metrics.items() if isinstance(metric, Sum)}
+        leaves, structure = jax.tree.flatten(out.metrics)
+        for number, value in self.constants.items():
+            leaves[number] = jnp.broadcast_to(jnp.asarray(value, leaves[number].dtype), leaves[number].shape)
+        metrics = jax.tree.unflatten(structure, leaves)
+        sums = {name: metric for name, metric in metrics.items() if isinstance(metric, Sum)}
         shared = {name: self.shared.metrics[name] for name in sums}
-        metrics = out.metrics | jax.tree.map(_once, sums, shared)
+        metrics = metrics | jax.tree.map(_once, sums, shared)
         terms = jax.tree.map(_once, out.terms, self.shared.terms)
         outputs = jax.tree.map(
             lambda leaf, shared, tokens: leaf if tokens else across(lax.psum, _once(leaf, shared), (AXIS,)),
@@ -123,6 +132,20 @@ class OverContext:
             self.tokens,
         )
         return LossOutput(terms, metrics, outputs)
+
+
+def _constants(local: Traced, whole: Traced) -> dict[int, np.ndarray]:
+    """Returns the metrics' leaves that read nothing, as whole sequences give them."""
+    found = {}
+    for number, places in enumerate(
+        zip(*(jax.tree.leaves(one.places.metrics) for one in (local, whole)), strict=True)
+    ):
+        reads = (
+            used for traced, place in zip((local, whole), places, strict=True) for used in traced.reads(place)
+        )
+        if not any(map(any, reads)) and not local.names(AXIS, places[0]):
+            found[number] = constant(whole, places[1])
+    return found
 
 
 def _once(leaf: jax.Array, shared: bool) -> jax.Array:

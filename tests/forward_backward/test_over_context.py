@@ -127,6 +127,8 @@ def parts(params, microbatch, keys):
         "score": Sum(score.sum(), rows),
         "scores": Sum(jnp.stack([score.sum(), (score**2).sum()]), None),
         "share": Sum((hidden > 0).sum(), mask.sum()),
+        "share of all": Sum((hidden > 0).sum(), hidden.size),
+        "tokens": Sum(float(hidden.size)),
         "by row": Sum(hidden.sum(), rows),
         "largest": Max(hidden.max()),
         "last": Last(score[-1]),
