@@ -142,6 +142,8 @@ def context_attention(
 ) -> jax.Array:
     """Computes causal attention inside each segment, over the whole sequence.
 
+    Where no context axis cuts sequences, also outside of a mesh, every method computes the plain formula.
+
     Args:
       query: float[R, T/context, H, K].  key, value: float[R, T/context, G, K], in zigzag order.
       scores: soft cap and sinks.
@@ -156,6 +158,9 @@ def context_attention(
     """
     if segments is None:
         segments = jnp.ones(query.shape[:2], jnp.int32)
+    if size_here() == 1:
+        mask = visible(*[token_index(query.shape[1])] * 2, segments, segments, window)
+        return _attended(query, key, value, scores.sinks, mask, scores.softcap)
     return {"ring": ring, "all_gather": gathered, "all_to_all": exchanged}[method](
         query, key, value, scores.sinks, segments, window, scores.softcap
     )

@@ -68,7 +68,12 @@ def test_every_method_equals_attention_on_one_device(size, window):
     specs = {method: (P(), (cut,) * 3) for method in context.METHODS}
     run = jax.jit(jax.shard_map(parts, mesh=mesh, in_specs=(cut,) * 5, out_specs=specs, check_vma=False))
     found = run(*(array[:, order] for array in (query, key, value, segments, seen)))
+    alone = {
+        m: context.context_attention(query, key, value, segments=segments, method=m, window=window)
+        for m in found
+    }
     for method, (loss, grads) in found.items():
+        np.testing.assert_allclose((alone[method] * seen).sum(), wanted[0], rtol=1e-12, err_msg=method)
         np.testing.assert_allclose(loss, wanted[0], rtol=1e-12, err_msg=method)
         for got, want in zip(grads, wanted[1], strict=True):
             np.testing.assert_allclose(got[:, np.argsort(order)], want, atol=1e-12, err_msg=method)
