@@ -105,11 +105,18 @@ MUTATIONS = (
     ),
     # forward_backward
     Mutation(
+        "a_sum_over_tokens_that_reads_none_counts_on_one_device",
+        "forward_backward/over_context.py",
+        "found[name] = replace(found[name], total=False)",
+        "found[name] = replace(found[name], total=found[name].total)",
+        "forward_backward/test_over_context.py::test_static_sizes_are_those_of_whole_sequences",
+    ),
+    Mutation(
         "metrics_count_the_tokens_of_one_device",
         "forward_backward/over_context.py",
         "found[number] = constant(whole, places[1])",
         "found[number] = constant(local, places[0])",
-        "forward_backward/test_over_context.py::test_what_reads_no_token_counts_once",
+        "forward_backward/test_over_context.py::test_static_sizes_are_those_of_whole_sequences",
     ),
     Mutation(
         "penalty_in_a_head_counts_once_a_stage",

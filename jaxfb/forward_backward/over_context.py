@@ -9,7 +9,8 @@ cut, so it is run on whole ones.
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -109,7 +110,11 @@ class OverContext:
 
         outputs = local.shape.outputs, whole.shape.outputs
         tokens = jax.tree.map(lambda a, b: _is_of_tokens(a.shape, b.shape), *outputs)
-        return cls(whole, jax.tree.map(is_shared, local.places), tokens, _constants(local, whole))
+        shared = jax.tree.map(is_shared, local.places)
+        terms, metrics = (
+            _without_growing(getattr(shared, name), local, whole, name) for name in ("terms", "metrics")
+        )
+        return cls(whole, replace(shared, terms=terms, metrics=metrics), tokens, _constants(local, whole))
 
     def seeds(self, seeds: dict) -> dict:
         """Returns the cotangents of totals; that of a total that is the same on all devices is 0 on all but one."""
@@ -132,6 +137,22 @@ class OverContext:
             self.tokens,
         )
         return LossOutput(terms, metrics, outputs)
+
+
+def _without_growing(shared: Mapping, local: Traced, whole: Traced, field: str) -> dict:
+    """Returns which results count once; not so a total whose static weight grows with the tokens, for it does too.
+
+    Such a sum over tokens of what is the same for each, such as (w**2 * loss.size, loss.size), reads none.
+    """
+    found = dict(shared)
+    for name, place in getattr(local.places, field).items():
+        weights = isinstance(place, Sum) and (place.weight, getattr(whole.places, field)[name].weight)
+        if weights and None not in weights and not any(map(any, local.reads(weights[0]))):
+            if not local.names(AXIS, weights[0]) and np.any(
+                constant(local, weights[0]) != constant(whole, weights[1])
+            ):
+                found[name] = replace(found[name], total=False)
+    return found
 
 
 def _constants(local: Traced, whole: Traced) -> dict[int, np.ndarray]:

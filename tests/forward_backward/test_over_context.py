@@ -11,7 +11,7 @@ from jax import lax
 
 import jaxfb
 from jaxfb import Last, LossOutput, Max, Pipelined, Sum
-from jaxfb.parallel.context import own_part, size_here, token_index
+from jaxfb.parallel.context import later, own_part, size_here, token_index
 
 ROWS, LENGTH = 4, 8
 RNG = np.random.default_rng(0)
@@ -127,8 +127,6 @@ def parts(params, microbatch, keys):
         "score": Sum(score.sum(), rows),
         "scores": Sum(jnp.stack([score.sum(), (score**2).sum()]), None),
         "share": Sum((hidden > 0).sum(), mask.sum()),
-        "share of all": Sum((hidden > 0).sum(), hidden.size),
-        "tokens": Sum(float(hidden.size)),
         "by row": Sum(hidden.sum(), rows),
         "largest": Max(hidden.max()),
         "last": Last(score[-1]),
@@ -150,6 +148,25 @@ def test_what_reads_no_token_counts_once(sizes, normalize):
         warnings.simplefilter("error")
         out, one = (run(parts, mesh, normalize=normalize) for mesh in (sizes, {"data": sizes.get("data", 1)}))
     for name in ("loss", "grads", "metrics", "outputs", "terms", "per_microbatch"):
+        chex.assert_trees_all_close(getattr(out, name), getattr(one, name), rtol=0, atol=1e-12)
+
+
+def test_static_sizes_are_those_of_whole_sequences():
+    def loss(params, microbatch, keys):
+        hidden = microbatch["x"] * params["w"] - later(microbatch["x"], 1)
+        terms = {
+            "squares": Sum((hidden**2 * microbatch["mask"]).sum(), microbatch["mask"].sum()),
+            "penalty of each token": Sum(params["w"] ** 2 * hidden.size, hidden.size),
+        }
+        metrics = {
+            "positive": Sum((hidden > 0).sum(), hidden.size),
+            "norm of each token": Sum(params["w"] * hidden.size, hidden.size),
+            "tokens": Sum(float(hidden.size)),
+        }
+        return LossOutput(terms, metrics)
+
+    out, one = (run(loss, sizes) for sizes in ({"context": 2}, {}))
+    for name in ("loss", "grads", "terms", "metrics", "per_microbatch"):
         chex.assert_trees_all_close(getattr(out, name), getattr(one, name), rtol=0, atol=1e-12)
 
 
