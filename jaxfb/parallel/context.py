@@ -159,7 +159,8 @@ def context_attention(
     if segments is None:
         segments = jnp.ones(query.shape[:2], jnp.int32)
     if size_here() == 1:
-        mask = visible(*[token_index(query.shape[1])] * 2, segments, segments, window)
+        places = token_index(query.shape[1])
+        mask = visible(places, places, segments, segments, window)
         return _attended(query, key, value, scores.sinks, mask, scores.softcap)
     return {"ring": ring, "all_gather": gathered, "all_to_all": exchanged}[method](
         query, key, value, scores.sinks, segments, window, scores.softcap
