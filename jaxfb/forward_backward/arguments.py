@@ -99,6 +99,11 @@ def check_params(
             number = isinstance(leaf, (int, float)) and not isinstance(leaf, bool) and _is_finite(leaf)
             advice = f"make it jnp.asarray({float(leaf)})" if number else _WITHOUT_THE_REST
             raise Refused(f"every parameter must be an array, {name} is {shown(leaf)}; {advice}")
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+            raise Refused(
+                f"every parameter must be an array of numbers, {name} is {leaf.dtype}; pass a key as rng, keys of rows "
+                "in the batch, or leave it out and close over it"
+            )
         if concrete and isinstance(leaf, jax.ShapeDtypeStruct):
             raise Refused(
                 f"every parameter must be an array, {name} is a mere shape, {shown(leaf)}; initialize it first"

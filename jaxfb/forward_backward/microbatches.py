@@ -39,8 +39,8 @@ class Microbatches:
 def split(batch: PyTree, plan: BatchPlan, mesh: Mesh | None = None) -> Microbatches:
     """Cuts [rows, ...] leaves into contiguous microbatches, padding or dropping rows as the plan specifies.
 
-    Padding rows are zeros, so that every mask in them is zero and they weigh nothing. On a mesh with a context
-    axis, leaves [rows, length, ...] must have one length, which is put in its order.
+    Padding rows are zeros (of PRNG keys, copies of the last), so that every mask in them is zero and they weigh
+    nothing. On a mesh with a context axis, leaves [rows, length, ...] must have one length, which is put in its order.
 
     Raises:
       ValueError: a leaf has no row dim, its rows are not the plan's, a key is a size and not data, or
@@ -128,7 +128,9 @@ def split_keys(keys: jax.Array | None, plan: BatchPlan) -> jax.Array | None:
 
 def _cut(leaf: Any, plan: BatchPlan) -> Any:
     missing = plan.padded_rows - leaf.shape[0]
-    if missing > 0:
+    if missing > 0 and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):  # which cannot be zero
+        leaf = jnp.concatenate([leaf, jnp.broadcast_to(leaf[-1:], (missing, *leaf.shape[1:]))])
+    elif missing > 0:
         pad = jnp.pad if isinstance(leaf, jax.Array) else np.pad
         leaf = pad(leaf, [(0, missing)] + [(0, 0)] * (leaf.ndim - 1))
     kept = leaf[: plan.padded_rows]

@@ -95,6 +95,20 @@ class _Blank:
         draw = np.random.default_rng(0)
         with jax.ensure_compile_time_eval():
             params = jax.tree.map(lambda leaf: jnp.asarray(draw.normal(size=leaf.shape), leaf.dtype), params)
-            zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), microbatch)
+            zeros = jax.tree.map(_blank_leaf, microbatch)
             keys = None if rng is None else jax.random.split(jax.random.key(0), rng.shape)
             return np.asarray(jax.jit(self._traced.function(place))(params, zeros, keys)[0], np.float64)
+
+
+def _blank_leaf(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    """Returns zeros; of PRNG keys, which cannot be zero, some keys of their kind."""
+    if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jnp.zeros(leaf.shape, leaf.dtype)
+    kinds = []
+
+    def data(keys):
+        kinds.append(jax.random.key_impl(keys))  # asked of a traced array: a mere shape does not know it
+        return jax.random.key_data(keys)
+
+    raw = jax.eval_shape(data, leaf)
+    return jax.random.wrap_key_data(jnp.zeros(raw.shape, raw.dtype), impl=kinds[0])

@@ -166,3 +166,26 @@ def test_leaves_that_no_gradient_reaches_have_a_zero_one(path):
     wanted = gradient()
     wanted = zeros | wanted | {"layers": zeros["layers"] | wanted["layers"]}
     chex.assert_trees_all_close(grads, wanted, rtol=0, atol=1e-13)
+
+
+def test_keys_in_a_batch_are_padded_with_keys():
+    """A key cannot be zero; those of rows that fill up a microbatch are drawn from and count nothing."""
+
+    def loss_fn(params, microbatch, rng):
+        drawn = jax.vmap(lambda key: jax.random.normal(key, (WIDTH,)))(microbatch["key"])
+        error = jnp.square(microbatch["x"] * params - drawn).sum(-1) * microbatch["mask"]
+        return Sum(error.sum(), microbatch["mask"].sum())
+
+    params, batch = jnp.ones(WIDTH), {"x": RNG.normal(size=(5, WIDTH)), "mask": np.ones(5)}
+    batch["key"] = jax.random.split(jax.random.key(0), 5)
+    wanted = jax.value_and_grad(lambda params: loss_fn(params, batch, None).value)(params)
+    plan = jaxfb.BatchPlan(rows=5, rows_per_microbatch=2, remainder="pad")
+    out = jaxfb.get_forward_backward_func()(loss_fn, params, batch, plan)
+    chex.assert_trees_all_close((out.loss, out.grads), wanted, rtol=1e-12)
+
+
+def test_a_key_among_the_parameters_is_refused():
+    plan = jaxfb.BatchPlan(rows=ROWS, rows_per_microbatch=2)
+    fb = jaxfb.get_forward_backward_func(trainable=["gain"])
+    with pytest.raises(ValueError, match=r"params\['key'\] is key<fry>; pass a key as rng"):
+        fb(lambda *_: Sum(0.0), {"gain": jnp.ones(2), "key": jax.random.key(0)}, BATCH, plan)
