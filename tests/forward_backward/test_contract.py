@@ -366,8 +366,8 @@ def test_another_purpose_is_fine_forward_only_and_integer_params_too():
         (dict(optimizer_sharding="fsdp"), "optimizer_sharding must be one of 'none', 'data'"),
         (dict(accum_dtype="int32"), "accum_dtype must be a float dtype"),
         (dict(compute_dtype="half-ish"), "compute_dtype must be a float dtype"),
-        (dict(schedule="1f1b"), "need a mesh with pipe > 1"),
-        (dict(num_chunks=2), "need a mesh with pipe > 1"),
+        (dict(schedule="1f1b"), "belongs to a pipeline, but the mesh has pipe=1"),
+        (dict(num_chunks=2), "belongs to a pipeline, but the mesh has pipe=1"),
     ],
 )
 def test_options_that_are_not_legal_are_refused(option, message):

@@ -252,7 +252,7 @@ def test_what_cannot_run_in_pieces_is_refused():
     assert "use num_pieces=2" in refusal(RUNNING_SUM, PARAMS, BATCH, num_pieces=3)
     assert "use schedule seq1f1b" in refusal(RUNNING_SUM, PARAMS, BATCH, num_pieces=2, schedule="zero_bubble")
     assert "context=2" in refusal(RUNNING_SUM, PARAMS, BATCH, {"pipe": 2, "context": 2}, num_pieces=2)
-    assert "pipe > 1" in refusal(RUNNING_SUM, PARAMS, BATCH, {"data": 2}, num_pieces=2)
+    assert "pipe=2 or more" in refusal(RUNNING_SUM, PARAMS, BATCH, {"data": 2}, num_pieces=2)
     own = make("seq1f1b", 2, 2, 1, 4)
     assert "has num_pieces=4" in refusal(RUNNING_SUM, PARAMS, BATCH, num_pieces=2, schedule=own)
     with pytest.raises(ValueError, match="same for all"):
