@@ -74,8 +74,10 @@ class BatchPlan:
       multiple_of: num_microbatches must be a multiple of it (interleaved pipelines ask for that).
       remainder: what happens when rows % (dp*b) != 0: "error" refuses, "pad" adds rows of zeros at the end, "drop"
         rounds the rows of an update down (Megatron's decrease_batch_size_if_needed). A loss function must give rows of
-        zeros the weight 0, which is checked, and leave them out of its metrics, which is not. A pass whose outputs are
-        wanted for every row (logprob_old, logprob_ref, value) cannot drop any.
+        zeros the weight 0, which is checked, and leave them out of its metrics, which is not. What divides by 0 for
+        such a row, or takes the norm of zeros, makes the gradient NaN even where `jnp.where(mask, ...)` hides its
+        value: replace the 0 before, x / jnp.where(mask, size, 1). A pass whose outputs are wanted for every row
+        (logprob_old, logprob_ref, value) cannot drop any.
 
     Raises:
       PlanError: a ValueError naming the values, the arithmetic and, in `.choices`, the nearest legal changes.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -28,7 +30,8 @@ def check_padding(
     """Checks that rows of zeros count nothing, on a microbatch of them alone.
 
     Their weights and totals must be 0; totals are computed with random parameters, unless the model is too large.
-    Metrics that count them get a warning.
+    Metrics that count them get a warning, and so do totals whose gradient is finite for other rows but not for these:
+    behind `jnp.where(mask, ...)` the value of x / 0 is hidden, but the derivative is not.
 
     Args:
       params, microbatches, keys: arrays or shapes; no value is read.
@@ -49,6 +52,13 @@ def check_padding(
         if reads_microbatch(traced, name):
             for part in ("weight", "total"):
                 _check_term(name, part, blank.of(getattr(term, part)), otherwise)
+    spoilt = sorted(name for name, term in traced.places.terms.items() if blank.spoils(term.total))
+    if spoilt:
+        warnings.warn(
+            f"the plan fills microbatches up with rows of zeros, whose gradient of {', '.join(spoilt)} is NaN or "
+            f"infinite, although they count nothing; {_WHERE}, or use {otherwise}",
+            stacklevel=2,
+        )
     counting = sorted(name for name, metric in traced.places.metrics.items() if blank.counts_in(metric))
     if counting:
         warnings.warn(
@@ -59,6 +69,12 @@ def check_padding(
 
 
 _MASK = "count with a mask that is 0 there, such as Sum(jnp.where(mask > 0, loss, 0).sum(), mask.sum())"
+
+
+_WHERE = (
+    "jnp.where hides the value of what divides by 0, or of a norm of zeros, but JAX differentiates both of its sides: "
+    "replace what is divided by, or what the norm is of, inside of it, such as x / jnp.where(mask, size, 1)"
+)
 
 
 def _check_term(name: str, part: str, counted: np.ndarray, otherwise: str) -> None:
@@ -95,9 +111,47 @@ class _Blank:
         draw = np.random.default_rng(0)
         with jax.ensure_compile_time_eval():
             params = jax.tree.map(lambda leaf: jnp.asarray(draw.normal(size=leaf.shape), leaf.dtype), params)
-            zeros = jax.tree.map(_blank_leaf, microbatch)
-            keys = None if rng is None else jax.random.split(jax.random.key(0), rng.shape)
-            return np.asarray(jax.jit(self._traced.function(place))(params, zeros, keys)[0], np.float64)
+            given = jax.tree.map(_blank_leaf, microbatch), _some_keys(rng)
+            return np.asarray(jax.jit(self._traced.function(place))(params, *given)[0], np.float64)
+
+    def spoils(self, total: int) -> bool:
+        """Returns whether a total's gradient is not finite for rows of zeros alone, with either sign of parameters."""
+        if not self._is_short or not any(self._traced.reads(total)[0]):
+            return False
+        with suppress(Exception):  # what cannot be differentiated fails again where it is
+            return all(
+                self._is_finite(total, sign, _other_leaf) and not self._is_finite(total, sign, _blank_leaf)
+                for sign in (np.asarray, np.abs)
+            )
+        return False
+
+    def _is_finite(self, total: int, sign: Callable, leaf_of: Callable) -> bool:
+        """Returns whether the gradient for a microbatch of such leaves, and random parameters, is finite."""
+        shapes, microbatch, rng = self._shapes
+        run, draw = self._traced.function(total), np.random.default_rng(0)
+        with jax.ensure_compile_time_eval():
+            params = jax.tree.map(
+                lambda leaf: jnp.asarray(sign(draw.normal(size=leaf.shape)), leaf.dtype), shapes
+            )
+            given = jax.tree.map(leaf_of, microbatch), _some_keys(rng)
+            gradient = jax.jit(jax.grad(lambda params: run(params, *given)[0], allow_int=True))(params)
+            floats = [leaf for leaf in jax.tree.leaves(gradient) if leaf.dtype != jax.dtypes.float0]
+            return all(bool(jnp.isfinite(leaf).all()) for leaf in floats)
+
+
+def _some_keys(rng: Any) -> jax.Array | None:
+    return None if rng is None else jax.random.split(jax.random.key(0), rng.shape)
+
+
+def _other_leaf(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    """Returns numbers that a row may have, none of them 0."""
+    if jnp.issubdtype(leaf.dtype, jnp.floating):
+        return jnp.asarray(np.random.default_rng(1).uniform(0.5, 1.5, leaf.shape), leaf.dtype)
+    return (
+        _blank_leaf(leaf)
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+        else jnp.ones(leaf.shape, leaf.dtype)
+    )
 
 
 def _blank_leaf(leaf: jax.ShapeDtypeStruct) -> jax.Array:

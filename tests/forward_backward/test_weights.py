@@ -1,5 +1,7 @@
 """What a weight may depend on, what a term without one may be, and rows that must not count."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -279,3 +281,30 @@ def test_what_is_collected_of_padding_is_not_restored():
         np.testing.assert_array_equal(packed.restore({"o": computed})["o"], 7.0 * batch["segments"])
         segments = packed.batch["segments"]
         assert (packed.batch["x"] == (segments > 0)).all(), "padding of an array row is zeros"
+
+
+def test_gradients_that_only_rows_of_zeros_spoil_get_a_warning():
+    """jnp.where hides the value of a norm of zeros, but not its derivative."""
+    batch = {"x": 1 + X[:3] ** 2, "mask": np.ones(3)}
+    plan = BatchPlan(rows=3, rows_per_microbatch=2, remainder="pad")
+
+    def tried(of_row):
+        def loss(params, microbatch, keys):
+            mask = microbatch["mask"]
+            return Sum(jnp.where(mask > 0, of_row(params, microbatch["x"], mask), 0).sum(), mask.sum())
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            out = get_forward_backward_func()(loss, {"w": -jnp.ones(3)}, batch, plan)
+        return bool(jnp.isfinite(out.grads["w"]).all()), [str(one.message) for one in caught]
+
+    finite, said = tried(lambda params, x, mask: jnp.linalg.norm(x * params["w"], axis=1))
+    assert not finite and len(said) == 1 and "gradient of loss is NaN or infinite" in said[0]
+    finite, said = tried(lambda params, x, mask: x @ jnp.sqrt(params["w"]))
+    assert not finite and not said  # of other rows too
+    finite, said = tried(
+        lambda params, x, mask: jnp.linalg.norm(jnp.where(mask[:, None] > 0, x, 1) * params["w"], axis=1)
+    )
+    assert finite and not said
+    finite, said = tried(lambda params, x, mask: (x @ params["w"]) ** 2 / jnp.where(mask > 0, x.sum(1), 1))
+    assert finite and not said
