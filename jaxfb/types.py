@@ -44,7 +44,8 @@ class _Reduced:
 class Sum(_Reduced):
     """Holds a sum and the weight that it will be divided by. Loss functions never divide.
 
-    total:  float[...], the sum over the rows or tokens of a microbatch (coefficients multiplied in).
+    total:  float[...], the sum over the rows or tokens of a microbatch (coefficients multiplied in). What reads no row
+      is another term, with a constant weight, and not added to it.
     weight: float or int, same shape or [], what was counted; it must depend on the data alone. None (the default):
       nothing divides the total, the objective has the sum itself. A constant such as 1.0 is counted once for each
       microbatch on each replica: right for what is the same in all of them, such as a penalty on the parameters.

@@ -11,18 +11,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jaxfb.forward_backward.accumulate import split_totals
 from jaxfb.forward_backward.layer_passes import StageInputs
 from jaxfb.forward_backward.loss import as_loss_output
 from jaxfb.forward_backward.reduce import COLLECTIVES, across, masked
-from jaxfb.forward_backward.traced import Traced, constant
+from jaxfb.forward_backward.traced import Traced, reads_none
 from jaxfb.parallel.collectives import psum_of_one, psum_scatter_of_one
 from jaxfb.parts import HEADS
 from jaxfb.refusal import Refused, choice
@@ -159,19 +159,27 @@ class RowsPlacement(_WholeModel):
     cuts_rows = True
 
     def _head(self, outer, hidden, inputs):
-        """Returns the answer for this device's rows; what reads no row counts on the last stage's device alone."""
+        """Returns the answer for this device's rows; what reads no row is that of all rows, and counts once."""
         out, here = super()._head(outer, hidden, inputs), self._here(self._loss_device)
         share, whole = (self._traced(outer, hidden, inputs, n) for n in (1, lax.axis_size("pipe")))
 
-        def once(field: str) -> dict:
-            found = dict(getattr(out, field))
-            for name, place in getattr(share.places, field).items():
-                if isinstance(place, Sum) and not _reads(share, place.total):
-                    weights = place.weight, getattr(whole.places, field)[name].weight
-                    found[name] = _once(here, found[name], share, whole, *weights, of_term=field == "terms")
-            return found
+        def once(name, kind, leaf, place, of_whole):
+            if _reads(share, place):
+                _check_sum(name, kind, share, whole, place)
+                return leaf
+            value = jnp.asarray(whole.function(of_whole)(outer, None, None)[0], leaf.dtype)
+            if value.shape != leaf.shape:  # of numbers for each row, not their sum
+                return leaf
+            return masked(here, value) if kind is Sum else value
 
-        return LossOutput(once("terms"), once("metrics"), out.outputs)
+        def of(field: str) -> dict:
+            given, places, of_whole = (getattr(each, field) for each in (out, share.places, whole.places))
+            return {
+                name: jax.tree.map(partial(once, name, type(one)), one, places[name], of_whole[name])
+                for name, one in given.items()
+            }
+
+        return LossOutput(of("terms"), of("metrics"), out.outputs)
 
     def _traced(self, outer: PyTree, hidden: PyTree, inputs: StageInputs, times: int) -> Traced:
         """Returns the head traced for so many times this device's rows."""
@@ -309,22 +317,15 @@ def _my_rows(leaf: jax.Array) -> jax.Array:
     return lax.dynamic_slice_in_dim(leaf, lax.axis_index("pipe") * rows, rows)
 
 
-def _once(
-    here: jax.Array, given: Sum, share: Traced, whole: Traced, of_share: Any, of_whole: Any, of_term: bool
-) -> Sum:
-    """Returns a Sum whose total reads no row as it counts on this device: nothing elsewhere than `here`.
-
-    A weight that grows with the rows, also without reading them, is that of a sum over rows, which stays as it is; so
-    does a metric without a weight, which may count rows.
-
-    of_share, of_whole: the places of the weight in the head for this device's rows and for all of them.
-    """
-    if of_share is None:
-        return masked(here, given) if of_term else given
-    if _reads(share, of_share):
-        return Sum(masked(here, given.total), given.weight)
-    same = np.array_equal(constant(share, of_share), constant(whole, of_whole))
-    return masked(here, given) if same else given
+def _check_sum(name: str, kind: type, share: Traced, whole: Traced, place: int) -> None:
+    """Raises ValueError for a sum over rows to which something is added that reads none."""
+    if kind is Sum and reads_none(share, whole, place, [True] * (share.num_inputs - share.num_params)):
+        raise Refused(
+            f'head_placement="rows" needs sums over rows, but {name!r} adds something that reads no row, such as '
+            'a penalty on parameters, which each stage would count; use head_placement="last", or make it another '
+            "term or metric",
+            [{"head_placement": "last"}],
+        )
 
 
 def _reads(traced: Traced, place: int) -> bool:

@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jaxfb.forward_backward.reduce import across, masked
-from jaxfb.forward_backward.traced import Traced, constant
+from jaxfb.forward_backward.traced import Traced, constant, reads_none
 from jaxfb.mesh import axis_size, data_parallel
 from jaxfb.refusal import Refused
 from jaxfb.types import LossFn, LossOutput, PyTree, Sum
@@ -62,7 +62,7 @@ def traced_on_mesh(
     except NameError:  # raised for an axis name outside of a mesh
         if complete is None:
             raise
-    return local, OverContext.of(local, complete, microbatches)
+    return local, OverContext.of(local, complete, microbatches, size)
 
 
 def _one_microbatch(given: PyTree, replicas: int, parts_of_sequences: int) -> PyTree:
@@ -92,9 +92,10 @@ class OverContext:
     constants: dict[int, np.ndarray]
 
     @classmethod
-    def of(cls, local: Traced, whole: Traced, microbatches: PyTree) -> OverContext:
+    def of(cls, local: Traced, whole: Traced, microbatches: PyTree, size: int) -> OverContext:
         """Compares the loss function traced for this device's tokens with that for whole sequences.
 
+        size: of the axis.
         microbatches: leaves [num_microbatches, rows, length, ...], which are cut, and [num_microbatches, rows].
 
         Raises:
@@ -111,8 +112,12 @@ class OverContext:
         outputs = local.shape.outputs, whole.shape.outputs
         tokens = jax.tree.map(lambda a, b: _is_of_tokens(a.shape, b.shape), *outputs)
         shared = jax.tree.map(is_shared, local.places)
+        is_data = [*cuts, *[False] * (local.num_inputs - local.num_params - len(cuts))]
+        for name in ("terms", "metrics"):
+            _check_sums(getattr(local.places, name), local, whole, is_data)
         terms, metrics = (
-            _without_growing(getattr(shared, name), local, whole, name) for name in ("terms", "metrics")
+            _without_growing(getattr(shared, name), local, whole, name, is_data, size)
+            for name in ("terms", "metrics")
         )
         return cls(whole, replace(shared, terms=terms, metrics=metrics), tokens, _constants(local, whole))
 
@@ -139,20 +144,59 @@ class OverContext:
         return LossOutput(terms, metrics, outputs)
 
 
-def _without_growing(shared: Mapping, local: Traced, whole: Traced, field: str) -> dict:
-    """Returns which results count once; not so a total whose static weight grows with the tokens, for it does too.
+def _check_sums(places: Mapping, local: Traced, whole: Traced, is_data: list[bool]) -> None:
+    """Raises ValueError for a sum over tokens to which something is added that reads none.
 
-    Such a sum over tokens of what is the same for each, such as (w**2 * loss.size, loss.size), reads none.
+    is_data: for each leaf of the microbatch and its keys, whether it is of tokens, which the axis cuts.
+    """
+    for name, place in places.items():
+        for part in jax.tree.leaves(place) if isinstance(place, Sum) else ():
+            mixed = len(local.summands(part, is_data)) > 1
+            if mixed and reads_none(local, whole, part, is_data, AXIS):
+                raise Refused(
+                    f"{name!r} adds something that reads no token, such as a penalty on parameters or a score of each "
+                    "row, to a sum over tokens, so that each device of the context axis would count it; make it a term "
+                    "or metric beside it"
+                )
+
+
+def _without_growing(
+    shared: Mapping, local: Traced, whole: Traced, field: str, is_data: list[bool], size: int
+) -> dict:
+    """Returns which results count once; not so a total that grows with the tokens, without reading one.
+
+    Such a sum over tokens of what is the same for each is w**2 * loss.size.
     """
     found = dict(shared)
     for name, place in getattr(local.places, field).items():
-        weights = isinstance(place, Sum) and (place.weight, getattr(whole.places, field)[name].weight)
-        if weights and None not in weights and not any(map(any, local.reads(weights[0]))):
-            if not local.names(AXIS, weights[0]) and np.any(
-                constant(local, weights[0]) != constant(whole, weights[1])
-            ):
-                found[name] = replace(found[name], total=False)
+        if not isinstance(place, Sum) or not shared[name].total:
+            continue
+        constant_metric = field == "metrics" and not any(map(any, local.reads(place.total)))
+        of_whole = getattr(whole.places, field)[name].total
+        same = local.summands(place.total, is_data) == whole.summands(of_whole, is_data)
+        if (
+            not same
+            and not constant_metric
+            and _grows(name, local.sample(place.total), whole.sample(of_whole), size)
+        ):
+            found[name] = replace(found[name], total=False)
     return found
+
+
+def _grows(name: str, part: np.ndarray | None, all_tokens: np.ndarray | None, size: int) -> bool:
+    """Returns whether a total that reads no token is `size` times as large for whole sequences, and not the same.
+
+    Raises:
+      ValueError: it is neither, or unknown.
+    """
+    if part is not None and all_tokens is not None:
+        for times in (1, size):
+            if np.allclose(times * part, all_tokens, rtol=1e-3, atol=0):
+                return times > 1
+    raise Refused(
+        f"on a context axis {name!r} depends on the length of sequences, but reads no token, so it may be a sum over "
+        "tokens or not; multiply it by a mask of tokens before it is summed, or make it the same for any length"
+    )
 
 
 def _constants(local: Traced, whole: Traced) -> dict[int, np.ndarray]:

@@ -9,7 +9,7 @@ from jax import lax
 
 from jaxfb.forward_backward.loss import as_loss_output
 from jaxfb.forward_backward.reduce import of_all
-from jaxfb.forward_backward.traced import Traced, constant
+from jaxfb.forward_backward.traced import Traced, constant, reads_none
 from jaxfb.refusal import Refused
 from jaxfb.types import LossOutput, PyTree
 
@@ -68,6 +68,13 @@ def check_terms(head: Callable, outer: PyTree, hidden: PyTree, inputs: PyTree, n
     piece, whole = traced(1), traced(num_pieces)
     for name, term in piece.places.terms.items():
         if any(used and one for used, one in zip(piece.reads(term.total)[1], tokens, strict=True)):
+            if reads_none(piece, whole, term.total, tokens):
+                raise Refused(
+                    f"with num_pieces={num_pieces} a term of the head must be a sum over tokens, but {name!r} adds "
+                    "something to one that reads none, such as a penalty on parameters, so that each piece would count "
+                    "it; use num_pieces=1, or leave it to the optimizer, as weight decay",
+                    [{"num_pieces": 1, "schedule": None}],
+                )
             continue
         of_all_tokens = whole.places.terms[name].weight
         if None not in (term.weight, of_all_tokens) and not any(piece.reads(term.weight)[1]):

@@ -8,7 +8,9 @@ happens between seeds and reduction is a `Strategy`.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,7 +26,14 @@ from jaxfb.forward_backward.reduce import masked, reduce_metrics, reduce_records
 from jaxfb.forward_backward.resolved import Resolved
 from jaxfb.forward_backward.sequential import as_loss_fn
 from jaxfb.forward_backward.traced import Traced
-from jaxfb.forward_backward.weights import check_given, check_terms, seeds, term_weights
+from jaxfb.forward_backward.weights import (
+    check_experts,
+    check_given,
+    check_sums,
+    check_terms,
+    seeds,
+    term_weights,
+)
 from jaxfb.mesh import EXPERT, axis_size, data_parallel, manual_axes, replica_axes, split_axes
 from jaxfb.output import objective
 from jaxfb.parallel import sharding
@@ -107,10 +116,31 @@ class SpmdProgram:
         if context is None:
             microbatches = in_order_of_tokens(microbatches, self.mesh)
         num_parts = jax.tree.leaves(microbatches)[0].shape[0] * data_parallel(self.mesh)
-        check_terms(traced, seen, max(num_parts, self._least_parts))
+        parts = max(num_parts, self._least_parts)
+        check_terms(traced, seen, parts)
+        check_experts(traced, seen, [*map(self._cuts_experts, jax.tree.leaves(self.specs))])
+        if self.normalize == "global":
+            of_more_rows = partial(self._traced_for_more_rows, seen, cast, microbatches, keys)
+            check_sums(traced, of_more_rows, seen, parts)
         cut = specs_of(microbatches, self.mesh, context is not None)
         specs = (_manual(self.specs), cut, rows_spec(self.mesh))
         return _OneDevice(self, traced, context, num_parts), (params, microbatches, keys), specs
+
+    def _traced_for_more_rows(self, seen, cast, microbatches, keys) -> Traced | None:
+        """Returns the loss function traced for twice as many rows; None if it allows one size alone."""
+
+        def twice(leaf):
+            microbatches, rows, *rest = leaf.shape
+            return jax.ShapeDtypeStruct((microbatches, 2 * rows, *rest), leaf.dtype)
+
+        given = jax.tree.map(twice, (microbatches, keys))
+        with warnings.catch_warnings(), suppress(Exception):
+            warnings.simplefilter("ignore")
+            return traced_on_mesh(as_loss_fn(self.model), self.mesh, seen, cast, *given)[0]
+        return None
+
+    def _cuts_experts(self, spec: P) -> bool:
+        return axis_size(self.mesh, EXPERT) > 1 and any(map(sharding.cuts_experts, spec))
 
     def _on_mesh(
         self, function: Callable, manual: tuple[str, ...], in_specs: Any, out_specs: Any

@@ -7,13 +7,18 @@ from contextlib import suppress
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh
 
+from jaxfb.forward_backward.summands import Summand, Summands, summands
 from jaxfb.mesh import AUTOMATIC_AXES, axis_size, manual_axes, platform_of
 from jaxfb.platforms.compat import cut_down, equations, opened, silent
 from jaxfb.types import LossFn, LossOutput, PyTree
+
+MOST_OF_A_SAMPLE = 2**24
+"""Results of more numbers than these are not computed at random ones."""
 
 
 class Traced:
@@ -21,6 +26,7 @@ class Traced:
 
     shape:  the shapes of its LossOutput.
     places: a LossOutput of ints with the same structure: the position of each leaf among the program's results.
+    num_params, num_inputs: how many leaves of parameters, and of all its inputs, it has.
     manual: the axes of the mesh over which `jax.shard_map` ran it by hand, and has to run it.
     """
 
@@ -31,7 +37,8 @@ class Traced:
         leaves, structure = jax.tree.flatten(self.shape)
         self.places: LossOutput = jax.tree.unflatten(structure, range(len(leaves)))
         self._program, self._num_results = silent(program), len(leaves)
-        self._num_params = len(jax.tree.leaves(params))
+        self.num_params, self.num_inputs = len(jax.tree.leaves(params)), len(program.jaxpr.invars)
+        self._summands: dict[tuple[bool, ...], list[Summands]] = {}
 
     @classmethod
     def inside(cls, mesh: Mesh, loss_fn: LossFn, params: PyTree, microbatch: PyTree, rng: Any) -> Traced:
@@ -67,12 +74,22 @@ class Traced:
 
     def open(self) -> None:
         """Inlines calls, in loops and branches too, so that results computed by one call are separated."""
-        self._program = opened(self._program)
+        self._program, self._summands = opened(self._program), {}
 
     def reads(self, *places: int) -> tuple[list[bool], list[bool]]:
         """Returns which parameters those results depend on, and which leaves of (microbatch, rng)."""
         used = self._cut(places)[1]
-        return used[: self._num_params], used[self._num_params :]
+        return used[: self.num_params], used[self.num_params :]
+
+    def summands(self, places: PyTree, is_data: Sequence[bool]) -> PyTree:
+        """Returns what each of these results adds up, in place of the result.
+
+        is_data: for each leaf of (microbatch, rng), whether it is data of which a total may be the sum.
+        """
+        key = tuple(is_data)
+        if key not in self._summands:
+            self._summands[key] = summands(self._program, [*[False] * self.num_params, *key])
+        return jax.tree.map(lambda place: self._summands[key][place], places)
 
     def names(self, axis: str, *places: int) -> bool:
         """Returns whether those results (none given: any) depend on a collective or an index along a mesh axis."""
@@ -98,14 +115,43 @@ class Traced:
         run = jaxpr_as_fun(program)
 
         def call(params, microbatch, rng):
-            leaves = jax.tree.leaves(params) or [None] * self._num_params
-            leaves += jax.tree.leaves((microbatch, rng)) or [None] * (len(used) - self._num_params)
+            leaves = jax.tree.leaves(params) or [None] * self.num_params
+            leaves += jax.tree.leaves((microbatch, rng)) or [None] * (len(used) - self.num_params)
             return run(*(leaf for leaf, needed in zip(leaves, used, strict=True) if needed))
 
         return call
 
+    def sample(self, place: int) -> np.ndarray | None:
+        """Returns a result for random numbers as inputs; None where they are many, or keys."""
+        program, _ = self._cut([place])
+        shapes, draw = [var.aval for var in program.jaxpr.invars], np.random.default_rng(0)
+        if sum(aval.size for aval in shapes) > MOST_OF_A_SAMPLE:
+            return None
+        if any(jnp.issubdtype(aval.dtype, jax.dtypes.extended) for aval in shapes):
+            return None
+        with jax.ensure_compile_time_eval():
+            given = [jnp.asarray(draw.uniform(1, 2, aval.shape), aval.dtype) for aval in shapes]
+            return np.asarray(jaxpr_as_fun(program)(*given)[0])
+
     def _cut(self, places: Sequence[int]) -> tuple[Any, list[bool]]:
         return cut_down(self._program, [place in places for place in range(self._num_results)])
+
+
+def reads_none(
+    one: Traced, more: Traced, place: int, is_data: Sequence[bool], axis: str | None = None
+) -> list[Summand]:
+    """Returns the summands of a result that read parameters, or other inputs, but no data, and do not grow with them.
+
+    one, more: the same function traced for data of two sizes, which makes different programs of what grows.
+    axis: of the mesh; what communicates along it reads data too.
+    """
+    numbers = {axis, *(one.num_params + number for number, data in enumerate(is_data) if data)}
+    other = {summand.text for summand in more.summands(place, is_data)}
+    return [
+        summand
+        for summand in one.summands(place, is_data)
+        if summand.reads and summand.reads.isdisjoint(numbers) and summand.text in other
+    ]
 
 
 def constant(traced: Traced, place: int) -> np.ndarray:

@@ -6,6 +6,7 @@ seeded with 1/weight, terms with different weights compose exactly, and nothing 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import jax
@@ -14,10 +15,11 @@ from jax import lax
 
 from jaxfb.forward_backward.over_context import OverContext
 from jaxfb.forward_backward.reduce import reduce_records
-from jaxfb.forward_backward.traced import Traced
+from jaxfb.forward_backward.traced import Traced, constant, reads_none
+from jaxfb.mesh import EXPERT
 from jaxfb.parallel.annotations import check_statistics
 from jaxfb.refusal import Refused
-from jaxfb.types import PyTree
+from jaxfb.types import PyTree, Sum
 
 
 def term_weights(
@@ -73,6 +75,78 @@ def check_terms(traced: Traced, params: PyTree, num_parts: int) -> None:
                 f"for each of the {num_parts} microbatches; give it a constant weight to count it once, "
                 "Sum(total, 1.0)"
             )
+
+
+def check_sums(traced: Traced, more: Callable[[], Traced | None], params: PyTree, num_parts: int) -> None:
+    """Checks that no total adds up what each microbatch would count, though it reads no row, such as a penalty.
+
+    A constant weight is counted by each microbatch as well, so that its total counts once.
+
+    Args:
+      more: returns the loss function traced for a microbatch of more rows, or None where that is not possible.
+
+    Raises:
+      ValueError: a total has such a summand, which does not grow with the number of rows, and no constant weight.
+    """
+    suspects = _adding_parameters_alone(traced) if num_parts > 1 else []
+    larger = more() if suspects else None
+    if larger is None:
+        return
+    for name in suspects:
+        term, of_larger = traced.places.terms[name], larger.places.terms[name]
+        found = reads_none(traced, larger, term.total, _all_data(traced))
+        if found and not _is_constant(traced, larger, term.weight, of_larger.weight):
+            raise Refused(
+                f"term {name!r} adds up something that reads no row, such as a penalty on "
+                f"params{_path(params, found[0].reads)}, so it would be counted once for each of the {num_parts} "
+                "microbatches before the division; make it a term with a constant weight, which counts once: "
+                "Sum(penalty, 1.0)"
+            )
+
+
+def check_experts(traced: Traced, params: PyTree, is_cut: Sequence[bool]) -> None:
+    """Raises ValueError for a sum of this device's experts that nothing adds up over the devices of the expert axis.
+
+    is_cut: for each leaf of the parameters, whether devices have different experts of it.
+    """
+    experts = {number for number, cut in enumerate(is_cut) if cut}
+    given = [*traced.places.terms.items(), *traced.places.metrics.items()] if experts else ()
+    for name, result in given:
+        for summand in traced.summands(result.total, _all_data(traced)) if isinstance(result, Sum) else ():
+            own = experts & summand.reads
+            if own and EXPERT not in summand.reads:
+                raise Refused(
+                    f"{name!r} reads params{_path(params, own)}, of which each device of the expert axis has its own "
+                    "experts, so that it would count a part of them; add it up over the axis by "
+                    "jaxfb.parallel.expert.of_all_experts"
+                )
+
+
+def _adding_parameters_alone(traced: Traced) -> list[str]:
+    """Returns the names of the terms whose totals have a summand that reads nothing but parameters."""
+    numbers = {*range(traced.num_params)}
+    return [
+        name
+        for name, term in traced.places.terms.items()
+        if any(one.reads and one.reads <= numbers for one in traced.summands(term.total, _all_data(traced)))
+    ]
+
+
+def _all_data(traced: Traced) -> list[bool]:
+    """Returns that every leaf of (microbatch, rng) is data of rows."""
+    return [True] * (traced.num_inputs - traced.num_params)
+
+
+def _path(params: PyTree, reads: Set) -> str:
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    return paths[min(reads)]
+
+
+def _is_constant(one: Traced, more: Traced, place: int | None, of_more: int | None) -> bool:
+    """Returns whether a weight is one number, whatever the rows and how many they are."""
+    if place is None or of_more is None or any(one.reads(place)[1]):
+        return False
+    return constant(one, place) == constant(more, of_more)
 
 
 def check_given(given: dict | None, traced: Traced) -> None:

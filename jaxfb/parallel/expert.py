@@ -125,6 +125,14 @@ def dispatch(
     return where_not_differentiated(partial(once, shares=shares), once, *given, beside)
 
 
+def of_all_experts(total: jax.Array, num_experts: int, num_local: int) -> jax.Array:
+    """Returns the sum over all experts of what this device has computed of its own, such as a penalty on their weights.
+
+    num_experts, num_local: as for `dispatch`; where they are equal, the total is that of all experts already.
+    """
+    return total if _num_owners(num_experts, num_local) == 1 else lax.psum(total, AXIS)
+
+
 def _dispatch(
     run, state, x, chosen, weights, beside, num_experts, num_devices, capacity, buffer, shares=(1,)
 ):

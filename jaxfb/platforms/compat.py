@@ -144,6 +144,12 @@ _CALLS |= {"remat2": "jaxpr", "checkpoint": "jaxpr", "remat": "jaxpr", "custom_j
 _CALLS |= {"custom_vjp_call": "call_jaxpr"}
 
 
+def called(eqn: Any) -> ClosedJaxpr | None:
+    """Returns the program that an equation calls once (jit, remat, custom derivatives); None if it is no such call."""
+    inner = eqn.params.get(_CALLS.get(eqn.primitive.name))
+    return inner if inner is None or isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
+
+
 def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Returns the same program with calls (jit, remat, custom derivatives) written out, so that it can be cut at
     equations.

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 import jaxfb
-from jaxfb import BatchPlan, Pipelined, RolloutPlan, RunPlan, gradients, make_mesh
+from jaxfb import BatchPlan, LossOutput, Pipelined, RolloutPlan, RunPlan, Sum, gradients, make_mesh
 from jaxfb.config import config_from_dict
 from jaxfb.config.model import check_sizes
 from jaxfb.config.operation import HostsConfig
@@ -20,10 +20,11 @@ from jaxfb.config.starter import write_starter
 from jaxfb.data.config import DataConfig, SourceConfig
 from jaxfb.data.loader import Loader
 from jaxfb.forward_backward.equivalence import _check_dtype
-from jaxfb.forward_backward.head_placement import check_rows, choose_placement
+from jaxfb.forward_backward.head_placement import _check_sum, check_rows, choose_placement
 from jaxfb.forward_backward.last_microbatch import check_overlap, obstacle_to_overlap
 from jaxfb.forward_backward.offered import check_offers_pieces
 from jaxfb.forward_backward.pieces import check_lengths, check_terms
+from jaxfb.forward_backward.traced import Traced
 from jaxfb.losses.kl import AdaptiveKL, kl_in_reward
 from jaxfb.losses.surrogates import make_surrogate
 from jaxfb.mesh import with_context
@@ -291,6 +292,20 @@ def pieces_with_penalty(num_pieces, schedule):
         check_terms(lambda outer, *_: jaxfb.Sum(outer, 1.0), np.ones(()), tokens, (tokens, None), num_pieces)
 
 
+def rows_with_penalty(head_placement):
+    """The engine asks this of shares of the rows only."""
+
+    def traced(rows):
+        rows = jax.ShapeDtypeStruct((rows,), np.float32)
+        return Traced(
+            lambda outer, data, _: LossOutput({"loss": Sum(outer + data.sum())}), np.ones(()), rows, None
+        )
+
+    if head_placement == "rows":
+        share, whole = traced(1), traced(2)
+        _check_sum("loss", Sum, share, whole, share.places.terms["loss"].total)
+
+
 def pieces_of_model(num_pieces, schedule=None):
     return check_offers_pieces(MODEL, num_pieces)
 
@@ -445,6 +460,7 @@ REFUSED = [
     (pieces_of_model, dict(num_pieces=2)),
     (lambda num_pieces: check_lengths({"tokens": np.zeros((1, 1, 8))}, num_pieces), dict(num_pieces=3)),
     (pieces_with_penalty, dict(num_pieces=2, schedule="seq1f1b")),
+    (rows_with_penalty, dict(head_placement="rows")),
     (make, dict(name="1f1b", num_stages=2, num_microbatches=2, num_pieces=2)),
     (make, dict(name="seq1f1b", num_stages=2, num_microbatches=100, num_pieces=10**5)),
     (own_config, {"run.updates": None, "run.tokens": 10}),
