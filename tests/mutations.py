@@ -182,6 +182,13 @@ MUTATIONS = (
         "forward_backward/test_sums_over_rows.py::test_a_penalty_on_experts_counts_those_of_all_devices",
     ),
     Mutation(
+        "pieces_count_a_constant_weight_of_a_metric",
+        "forward_backward/pieces.py",
+        "return bool(np.any(value != 0)) and",
+        "return False and",
+        "forward_backward/test_pieces.py::test_a_metric_that_each_piece_would_count_is_refused",
+    ),
+    Mutation(
         "rows_of_zeros_spoil_gradients_in_silence",
         "forward_backward/padding.py",
         "and not self._is_finite(total, sign, _blank_leaf)",

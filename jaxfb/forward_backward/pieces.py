@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax
+import numpy as np
 from jax import lax
 
 from jaxfb.forward_backward.loss import as_loss_output
 from jaxfb.forward_backward.reduce import of_all
 from jaxfb.forward_backward.traced import Traced, constant, reads_none
 from jaxfb.refusal import Refused
-from jaxfb.types import LossOutput, PyTree
+from jaxfb.types import LossOutput, PyTree, Sum
 
 
 def check_lengths(microbatches: PyTree, num_pieces: int) -> None:
@@ -46,7 +47,7 @@ def check_outputs(outputs: PyTree, piece: PyTree) -> None:
 
 
 def check_terms(head: Callable, outer: PyTree, hidden: PyTree, inputs: PyTree, num_pieces: int) -> None:
-    """Raises ValueError for a term that reads no token, which each piece would count.
+    """Raises ValueError for a term or metric of which something reads no token, which each piece would count.
 
     A constant weight that grows with the tokens is that of a sum over tokens of what is the same for each.
 
@@ -69,22 +70,35 @@ def check_terms(head: Callable, outer: PyTree, hidden: PyTree, inputs: PyTree, n
     for name, term in piece.places.terms.items():
         if any(used and one for used, one in zip(piece.reads(term.total)[1], tokens, strict=True)):
             if reads_none(piece, whole, term.total, tokens):
-                raise Refused(
-                    f"with num_pieces={num_pieces} a term of the head must be a sum over tokens, but {name!r} adds "
-                    "something to one that reads none, such as a penalty on parameters, so that each piece would count "
-                    "it; use num_pieces=1, or leave it to the optimizer, as weight decay",
-                    [{"num_pieces": 1, "schedule": None}],
-                )
+                raise _counted_by_each("term", name, num_pieces)
             continue
         of_all_tokens = whole.places.terms[name].weight
         if None not in (term.weight, of_all_tokens) and not any(piece.reads(term.weight)[1]):
             if constant(piece, term.weight) != constant(whole, of_all_tokens):
                 continue
-        raise Refused(
-            f"with num_pieces={num_pieces} a term of the head must be a sum over tokens, but {name!r} reads none, so "
-            "each piece would count it; use num_pieces=1, or leave it to the optimizer, as weight decay",
-            [{"num_pieces": 1, "schedule": None}],
-        )
+        raise _counted_by_each("term", name, num_pieces)
+    for name, metric in piece.places.metrics.items():
+        both = zip(*(jax.tree.leaves(one.places.metrics[name]) for one in (piece, whole)), strict=True)
+        for place, of_whole in both if isinstance(metric, Sum) else ():
+            if reads_none(piece, whole, place, tokens) or _is_constant(piece, whole, place, of_whole):
+                raise _counted_by_each("metric", name, num_pieces)
+
+
+def _is_constant(piece: Traced, whole: Traced, place: int, of_whole: int) -> bool:
+    """Returns whether a result is the same number, and not 0, for a piece and for whole sequences."""
+    if any(map(any, piece.reads(place))):
+        return False
+    value = constant(piece, place)
+    return bool(np.any(value != 0)) and np.array_equal(value, constant(whole, of_whole))
+
+
+def _counted_by_each(kind: str, name: str, num_pieces: int) -> Refused:
+    return Refused(
+        f"with num_pieces={num_pieces} a {kind} of the head must be a sum over tokens, but {name!r} has something that "
+        "reads none, so that each piece would count it; use num_pieces=1, leave a penalty to the optimizer, as weight "
+        "decay, or give a metric no constant weight",
+        [{"num_pieces": 1, "schedule": None}],
+    )
 
 
 def _longer(shape: tuple[int, ...], times: int) -> tuple[int, ...]:

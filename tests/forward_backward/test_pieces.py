@@ -309,8 +309,33 @@ def test_a_term_that_each_piece_would_count_is_refused():
     batch = {"x": numbers(ROWS, LENGTH, 2), "y": numbers(ROWS, LENGTH, 1), "mask": np.ones((ROWS, LENGTH, 1))}
     plan = BatchPlan(rows=ROWS, rows_per_microbatch=2)
     fb = jaxfb.get_forward_backward_func(make_mesh(pipe=2), num_pieces=2)
-    with pytest.raises(ValueError, match="sum over tokens, but 'penalty' reads none.*num_pieces=1"):
+    with pytest.raises(
+        ValueError, match="sum over tokens, but 'penalty' has something that reads none.*num_pieces=1"
+    ):
         fb(with_term(lambda squares, _: Sum(squares, 1.0)), params, batch, plan)
+    with pytest.raises(ValueError, match="sum over tokens, but 'penalty' has something that reads none"):
+        fb(with_term(lambda squares, hidden: Sum(hidden.sum() + squares, 1.0)), params, batch, plan)
     model = with_term(lambda squares, hidden: Sum(squares * hidden[..., 0].size, hidden[..., 0].size))
     wanted = jaxfb.get_forward_backward_func()(model, params, batch, plan)
     chex.assert_trees_all_close(fb(model, params, batch, plan).grads, wanted.grads, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        lambda hidden, outer: Sum(hidden.sum(), 1.0),
+        lambda hidden, outer: Sum(outer["out"].sum(), hidden.size),
+    ],
+    ids=["constant_weight", "of_parameters"],
+)
+def test_a_metric_that_each_piece_would_count_is_refused(metric):
+    def loss_and_metric(outer, hidden, *rest):
+        return LossOutput(head(outer, hidden, *rest).terms, {"measured": metric(hidden, outer)})
+
+    layers = {"own": numbers(2, WIDTH, WIDTH), "mix": numbers(2, WIDTH, WIDTH, seed=1)}
+    params = jax.tree.map(jnp.asarray, {"in": numbers(2, WIDTH), "out": numbers(WIDTH, 1), "layers": layers})
+    batch = {"x": numbers(ROWS, LENGTH, 2), "y": numbers(ROWS, LENGTH, 1), "mask": np.ones((ROWS, LENGTH, 1))}
+    plan = BatchPlan(rows=ROWS, rows_per_microbatch=2)
+    model = Pipelined(embed, layer, loss_and_metric, layer_piece=layer_piece)
+    with pytest.raises(ValueError, match="a metric of the head must be a sum over tokens, but 'measured'"):
+        jaxfb.get_forward_backward_func(make_mesh(pipe=2), num_pieces=2)(model, params, batch, plan)
