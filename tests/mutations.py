@@ -191,8 +191,8 @@ MUTATIONS = (
     Mutation(
         "rows_of_zeros_spoil_gradients_in_silence",
         "forward_backward/padding.py",
-        "and not self._is_finite(total, sign, _blank_leaf)",
-        "and self._is_finite(total, sign, _blank_leaf)",
+        "not self._is_finite(gradient, sign, _blank_leaf)",
+        "self._is_finite(gradient, sign, _blank_leaf)",
         "forward_backward/test_weights.py::test_gradients_that_only_rows_of_zeros_spoil_get_a_warning",
     ),
     Mutation(

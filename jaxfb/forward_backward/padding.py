@@ -52,7 +52,10 @@ def check_padding(
         if reads_microbatch(traced, name):
             for part in ("weight", "total"):
                 _check_term(name, part, blank.of(getattr(term, part)), otherwise)
-    spoilt = sorted(name for name, term in traced.places.terms.items() if blank.spoils(term.total))
+    totals = {name: term.total for name, term in traced.places.terms.items()}
+    spoilt = blank.spoils(*totals.values()) and [
+        name for name in sorted(totals) if blank.spoils(totals[name])
+    ]
     if spoilt:
         warnings.warn(
             f"the plan fills microbatches up with rows of zeros, whose gradient of {', '.join(spoilt)} is NaN or "
@@ -114,28 +117,37 @@ class _Blank:
             given = jax.tree.map(_blank_leaf, microbatch), _some_keys(rng)
             return np.asarray(jax.jit(self._traced.function(place))(params, *given)[0], np.float64)
 
-    def spoils(self, total: int) -> bool:
-        """Returns whether a total's gradient is not finite for rows of zeros alone, with either sign of parameters."""
-        if not self._is_short or not any(self._traced.reads(total)[0]):
+    def spoils(self, *totals: int) -> bool:
+        """Returns whether the gradient of a sum of totals is finite for other rows, but not for rows of zeros alone.
+
+        It is so with parameters of both signs and with positive ones, since some functions are of positive ones only.
+        """
+        if not self._is_short or not any(self._traced.reads(*totals)[0]):
             return False
         with suppress(Exception):  # what cannot be differentiated fails again where it is
+            gradient = self._gradient(totals)
             return all(
-                self._is_finite(total, sign, _other_leaf) and not self._is_finite(total, sign, _blank_leaf)
+                not self._is_finite(gradient, sign, _blank_leaf)
+                and self._is_finite(gradient, sign, _other_leaf)
                 for sign in (np.asarray, np.abs)
             )
         return False
 
-    def _is_finite(self, total: int, sign: Callable, leaf_of: Callable) -> bool:
+    def _gradient(self, totals: tuple[int, ...]) -> Callable:
+        """Returns the compiled function (params, microbatch, rng) -> gradient of the sum of totals."""
+        run = self._traced.function(*totals)
+        return jax.jit(jax.grad(lambda *given: sum(run(*given)), allow_int=True))
+
+    def _is_finite(self, gradient: Callable, sign: Callable, leaf_of: Callable) -> bool:
         """Returns whether the gradient for a microbatch of such leaves, and random parameters, is finite."""
         shapes, microbatch, rng = self._shapes
-        run, draw = self._traced.function(total), np.random.default_rng(0)
+        draw = np.random.default_rng(0)
         with jax.ensure_compile_time_eval():
             params = jax.tree.map(
                 lambda leaf: jnp.asarray(sign(draw.normal(size=leaf.shape)), leaf.dtype), shapes
             )
-            given = jax.tree.map(leaf_of, microbatch), _some_keys(rng)
-            gradient = jax.jit(jax.grad(lambda params: run(params, *given)[0], allow_int=True))(params)
-            floats = [leaf for leaf in jax.tree.leaves(gradient) if leaf.dtype != jax.dtypes.float0]
+            found = gradient(params, jax.tree.map(leaf_of, microbatch), _some_keys(rng))
+            floats = [leaf for leaf in jax.tree.leaves(found) if leaf.dtype != jax.dtypes.float0]
             return all(bool(jnp.isfinite(leaf).all()) for leaf in floats)
 
 
