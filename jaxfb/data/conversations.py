@@ -15,9 +15,14 @@ import numpy as np
 from jaxfb.data.chat import Chat
 from jaxfb.data.samples import sample_file
 from jaxfb.data.sources import BOM, HELD_OUT, TRAIN, decoded, hash_of, split_documents
-from jaxfb.refusal import Refused, text
+from jaxfb.refusal import Refused, shown, text
 
 ROLES = ("system", "user", "assistant", "tool")
+# keys of other programs' files that change what an answer is or whether it is learnt, none of which is read
+_NOT_READ = (
+    *("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking", "weight", "train"),
+    *("tools", "functions", "documents"),
+)
 Message = dict[str, str]
 
 
@@ -92,7 +97,20 @@ def _records(path: str | Path) -> Iterator[tuple[str, dict]]:
             raise Refused(f"{where} is not JSON: {getattr(error, 'msg', error)}") from None
         if not isinstance(record, dict):
             raise Refused(f"{where} must be a JSON object, got {type(record).__name__}")
+        _refuse_unread(record, where)
         yield where, record
+
+
+def _refuse_unread(values: dict, where: str) -> None:
+    """Refuses keys without which other tokens would be learnt than the file means; empty ones and weights of 1 change
+    nothing.
+    """
+    for name in _NOT_READ:
+        if values.get(name) not in (None, "", [], {}, 1):
+            raise Refused(
+                f"{where}: {name}={shown(values[name])} is not read, so other tokens would be learnt than are meant; "
+                f'write it into "content", or remove {name}'
+            )
 
 
 def _messages(value: Any, where: str) -> tuple[Message, ...]:
@@ -104,6 +122,7 @@ def _messages(value: Any, where: str) -> tuple[Message, ...]:
         if message.get("role") not in ROLES:
             raise Refused(f"{where}: role {message.get('role')!r} must be one of {', '.join(ROLES)}")
         text("content", message["content"], who=f"{where}:")
+        _refuse_unread(message, where)
     return tuple({"role": message["role"], "content": message["content"]} for message in value)
 
 

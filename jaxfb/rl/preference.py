@@ -22,7 +22,7 @@ from jaxfb.losses.preference import PreferenceLoss
 from jaxfb.refusal import Refused
 from jaxfb.rl.rows import Rows, batches, count, digest
 from jaxfb.rl.start import make_base
-from jaxfb.rl.supervised import SupervisedWork, row_length, work_on
+from jaxfb.rl.supervised import SupervisedWork, row_length, warn_of_cut, work_on
 from jaxfb.training.machine import check_table
 
 PyTree = Any
@@ -108,6 +108,7 @@ def make_preference_work(config: DPOConfig) -> PreferenceWork:
     tokens = longest(*(ids for sides in encoded for ids, _ in sides))
     length = row_length(base, "preferences", tokens, sequences=2)
     check_table("preferences", len(train) + len(held_out), length)
+    warn_of_cut("preferences", [side for sides in encoded for side in sides], length, sequences=2)
     dtype = np.float64 if config.precision.compute_dtype == "float64" else np.float32
     rows = [pair_rows(sides, length, dtype) for sides in encoded]
     check_answers(rows[0], section.path)

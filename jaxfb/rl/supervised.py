@@ -5,6 +5,7 @@ conversations -> rows -> [rows of one window -> forward_backward -> one optax up
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -132,6 +133,7 @@ def make_supervised_work(config: SFTConfig) -> SupervisedWork:
     encoded = [base.chat.encode(conversations, section.learn) for conversations in (train, held_out)]
     length = row_length(base, "conversations", longest(*(ids for ids, _ in encoded)))
     check_table("conversations", len(train) + len(held_out), length)
+    warn_of_cut("conversations", encoded, length)
     rows = [token_rows(*cut_to(*one, length), length) for one in encoded]
     if train and not np.any(rows[0]["loss_mask"]):
         raise Refused(
@@ -191,6 +193,27 @@ def row_length(base: Base, name: str, tokens: int, sequences: int = 1) -> int:
             [{f"{name}.sequence_length": use}],
         )
     return length
+
+
+def warn_of_cut(name: str, encoded: Sequence[tuple[list, list]], length: int, sequences: int = 1) -> None:
+    """Warns of sequences that are longer than their part of a row, with what of their answers is cut off.
+
+    encoded: (ids, counts) of the sequences of each table. name: the section of the config.
+    sequences: how many share a row of `length` slots in equal parts.
+    """
+    both, end = [one for side in encoded for one in zip(*side, strict=True)], length // sequences + 1
+    long = [counts for ids, counts in both if len(ids) > end]
+    if not long:
+        return
+    learnt, lost = sum(int(one.sum()) for _, one in both), sum(int(one[end:].sum()) for one in long)
+    empty = sum(bool(one.any()) and not one[1:end].any() for one in long)
+    enough = (longest(*(ids for ids, _ in encoded)) - 1) * sequences
+    warnings.warn(
+        f"[{name}] truncate=true cuts {len(long)} of {len(both)} conversations after {end} tokens, and with them "
+        f"{lost} of the {learnt} tokens of answers; {empty} keep no token of an answer and weigh nothing; "
+        f"{name}.sequence_length={enough} cuts none",
+        stacklevel=3,
+    )
 
 
 def fine_tuned(

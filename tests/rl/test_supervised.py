@@ -108,12 +108,34 @@ def test_both_answers_follow_the_same_prompt():
             '{"messages": [{"role": "user", "content": "\\ud800"}]}',
             r"line 1: content must be text in UTF-8, got '\\ud800'",
         ),
+        (
+            '{"messages": [{"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}]}',
+            "line 1: tool_calls=.* is not read, so other tokens would be learnt",
+        ),
+        (
+            '{"messages": [{"role": "assistant", "content": "no", "weight": 0}]}',
+            "line 1: weight=0 is not read",
+        ),
+        ('{"tools": [{"name": "add"}], "messages": [{"role": "user", "content": "x"}]}', "line 1: tools=.*"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, line, message):
     (tmp_path / "bad.jsonl").write_text(line + "\n")
     with pytest.raises(ValueError, match=message):
         read_conversations(tmp_path / "bad.jsonl")
+
+
+def test_keys_that_change_nothing_are_left_out(tmp_path):
+    message = {
+        "role": "assistant",
+        "content": "x",
+        "tool_calls": [],
+        "weight": 1,
+        "name": "a",
+        "thinking": None,
+    }
+    (tmp_path / "good.jsonl").write_text(json.dumps({"messages": [message], "tools": None, "id": 7}) + "\n")
+    assert read_conversations(tmp_path / "good.jsonl") == [({"role": "assistant", "content": "x"},)]
 
 
 def test_a_preference_that_no_tokenizer_takes_is_refused(tmp_path):
@@ -185,6 +207,22 @@ def test_pairs_that_are_cut_before_an_answer_are_counted_and_not_trained_on_alon
         ValueError, match="nothing is learned from .*: 2 of 2 pairs .*preferences.sequence_length"
     ):
         made("none")
+
+
+def test_what_truncation_cuts_off_is_counted(tmp_path):
+    file = tmp_path / "long.jsonl"
+    talks = [[("user", "?"), ("assistant", "a" * n)] for n in (3, 100)] + [
+        [("user", "?" * 99), ("assistant", "b")]
+    ]
+    lines = [{"messages": [{"role": role, "content": text} for role, text in talk]} for talk in talks]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    section = {**SFT["conversations"], "path": str(file), "held_out_fraction": 0.0, "template": "none"}
+    cut = load_config(write(tmp_path / "cut", {"conversations": {**section, "truncate": True}}))
+    # an answer ends with a stop token: 4 + 101 + 2 tokens, of which the rows of 97 hold 4 + 96 + 0
+    with pytest.warns(
+        UserWarning, match="cuts 2 of 3 conversations after 97 .* 7 of the 107 .*; 1 keep no token"
+    ):
+        make_supervised_work(cut)
 
 
 def test_packing_of_pairs_is_refused_when_the_config_is_read(tmp_path):
