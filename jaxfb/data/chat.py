@@ -14,13 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from jaxfb.data.jinja import compile_template
 from jaxfb.data.tokenizer import Tokenizer
-from jaxfb.refusal import Refused
+from jaxfb.refusal import Refused, shown
 
 Message = Mapping[str, str]
 BUILT_IN = ("chatml", "plain", "none")
@@ -134,11 +134,21 @@ class Chat:
                 found += [(whole[at : len(before)], False), (through[len(before) :], learnt)]
                 at = len(through)
             elif learnt:
-                raise Refused(
-                    f"[chat] the template changes message {k + 1} when others follow, so its tokens "
-                    "cannot be marked for the loss; use conversations.learn=last, or another template"
-                )
+                self._refuse_unmarked(k + 1, before, through, k != answers[-1])
         return [Piece(tuple(text.split(mark)), learnt) for text, learnt in [*found, (whole[at:], False)]]
+
+    def _refuse_unmarked(self, number: int, before: str, through: str, has_others: bool) -> NoReturn:
+        """Refuses an answer of which no part of the text can be told to be its own."""
+        if not through.startswith(before):
+            raise Refused(
+                f"[chat] the template opens an answer with {before[-40:]!r} and writes message {number} without it, so "
+                "a model would be prompted otherwise than it was trained; use another template"
+            )
+        last = "conversations.learn=last, or " * has_others
+        raise Refused(
+            f"[chat] the template changes message {number} when others follow, so its tokens cannot be marked for the "
+            f"loss; use {last}another template"
+        )
 
     def _before(self, messages: Sequence[Message]) -> str:
         """Renders what stands before an answer to these messages; nothing, where a template wants at least one."""
@@ -235,19 +245,23 @@ def read_chat(directory: str | Path, tokenizer: Tokenizer) -> Chat | None:
     """Reads the chat that a run saved (`Chat.save`), or that a tokenizer's own files describe; None if there is none.
 
     Those files are chat_template.jinja or tokenizer_config.json's "chat_template", the names of its special tokens, and
-    generation_config.json's "eos_token_id".
+    "eos_token_id" of generation_config.json, or of config.json where that is missing.
+
+    Raises:
+      ValueError: a file is no JSON, or has another value than such a key may have; or as `make_chat`.
     """
     path = Path(directory)
     if (path / FILE).is_file():
         saved = _json(path / FILE)
         return make_chat(tokenizer, saved["template"], saved["stop_tokens"], saved["variables"])
-    config, generation = _json(path / "tokenizer_config.json"), _json(path / "generation_config.json")
+    config = _json(path / "tokenizer_config.json")
     template = _template_of(path, config)
     if template is None:
         return None
-    ends = generation.get("eos_token_id")
-    ends = [ends] if isinstance(ends, int) else ends or []
+    ends = _ends_in(path, tokenizer)
     variables = {name: _text(config[name]) for name in _VARIABLES if config.get(name)}
+    if "bos_token" in config:  # null is none, which a template then writes as nothing
+        variables.setdefault("bos_token", "")
     if end := variables.get("eos_token"):
         ends = [*ends, *[i for i in [tokenizer.id_of(end)] if i is not None]]
     return make_chat(tokenizer, template, None, variables, ends)
@@ -336,6 +350,20 @@ def _template_of(path: Path, config: Mapping[str, Any]) -> str | None:
         named = {one.get("name"): one.get("template") for one in given if isinstance(one, dict)}
         given = named.get("default")
     return given if isinstance(given, str) else None
+
+
+def _ends_in(path: Path, tokenizer: Tokenizer) -> list[int]:
+    """Returns the "eos_token_id" of a model's files; ids that the tokenizer lacks are left out, for none is sampled."""
+    names = [name for name in ("generation_config.json", "config.json") if (path / name).is_file()]
+    found = _json(path / names[0]).get("eos_token_id") if names else None
+    ends = [] if found is None else found if isinstance(found, list) else [found]
+    if not all(isinstance(one, int) and not isinstance(one, bool) for one in ends):
+        raise Refused(
+            f"[start] {path / names[0]}: eos_token_id={shown(found)} must be an id or a list of ids, such as "
+            f"{tokenizer.eos_id or 0}"
+        )
+    known = tokenizer.is_token()
+    return [one for one in ends if 0 <= one < len(known) and known[one]]
 
 
 def _text(value: Any) -> str:

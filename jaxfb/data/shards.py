@@ -21,7 +21,7 @@ from jaxfb.data.sources import HELD_OUT, TRAIN, SourceFile, find_files
 from jaxfb.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from jaxfb.refusal import Refused
 
-FORMAT = 1  # raise it when the files change meaning
+FORMAT = 2  # raise it when the files change meaning
 SPLITS = {"train": TRAIN, "held_out": HELD_OUT}
 
 

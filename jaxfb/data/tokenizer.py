@@ -23,8 +23,17 @@ from jaxfb.refusal import Refused
 SHOWN = 5
 END_TOKEN = "<|end|>"
 SAMPLE_BYTES = 64 * 2**20  # BPE merges settle long before this much text
-START_NAMES = ("<|begin_of_text|>", "<|startoftext|>", "<s>", "<bos>", "<|endoftext|>", END_TOKEN)
-END_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", END_TOKEN)
+_DEEPSEEK = "<\uff5cbegin\u2581of\u2581sentence\uff5c>", "<\uff5cend\u2581of\u2581sentence\uff5c>"
+START_NAMES = (
+    "<|begin_of_text|>",
+    "<|startoftext|>",
+    _DEEPSEEK[0],
+    "<s>",
+    "<bos>",
+    "<|endoftext|>",
+    END_TOKEN,
+)
+END_NAMES = ("<|end_of_text|>", _DEEPSEEK[1], "<|endoftext|>", "</s>", "<eos>", END_TOKEN)
 BYTES_FILE = {"jaxfb_tokenizer": "bytes"}
 
 

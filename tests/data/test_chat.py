@@ -175,6 +175,46 @@ def test_an_answer_that_others_change_is_learnt_only_as_the_last(tokenizer, chat
         chats["json"].encode([[QUESTION, ANSWER]])
 
 
+@pytest.mark.parametrize("learn", ["assistant", "last"])
+def test_a_template_that_opens_answers_otherwise_than_it_writes_them_is_refused_as_such(tokenizer, learn):
+    thinking = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant:<think>{% endif %}"
+    )
+    with pytest.raises(
+        ValueError, match=r"opens an answer with '.*<think>' and .* message 2 .*; use another"
+    ):
+        make_chat(tokenizer, thinking).encode([[QUESTION, ANSWER]], learn)
+
+
+@pytest.mark.parametrize("given, ids", [(264, {264}), ([264, 10**6, -1], {264}), (None, set()), ([], set())])
+def test_ends_of_a_models_files_are_the_tokenizers_ids(tokenizer, golden, tmp_path, given, ids):
+    (tmp_path / "chat_template.jinja").write_text(golden(GOLDEN)["templates"]["llama3"])
+    usual = set(read_chat(tmp_path, tokenizer).stop_tokens)
+    for name in ("config.json", "generation_config.json"):  # the second one comes before the first
+        (tmp_path / name).write_text(json.dumps({"eos_token_id": given}))
+        assert set(read_chat(tmp_path, tokenizer).stop_tokens) == usual | ids
+        (tmp_path / name).write_text(json.dumps({"eos_token_id": 260}))
+    assert set(read_chat(tmp_path, tokenizer).stop_tokens) == usual | {260}
+
+
+@pytest.mark.parametrize("given", ["264", True, 2.0, [None], [[1]], {"id": 1}])
+def test_ends_that_are_no_ids_are_refused(tokenizer, golden, tmp_path, given):
+    (tmp_path / "chat_template.jinja").write_text(golden(GOLDEN)["templates"]["llama3"])
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": given}))
+    with pytest.raises(
+        ValueError, match="generation_config.json: eos_token_id=.* must be an id or a list of ids"
+    ):
+        read_chat(tmp_path, tokenizer)
+
+
+@pytest.mark.parametrize("config, begins", [({"bos_token": None}, ""), ({}, "<|begin_of_text|>")])
+def test_a_tokenizer_without_a_first_token_writes_none(tokenizer, tmp_path, config, begins):
+    template = "{{ bos_token }}{% for m in messages %}{{ m.content }}<|eot_id|>{% endfor %}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
+    assert read_chat(tmp_path, tokenizer).render([QUESTION]) == f"{begins}{QUESTION['content']}<|eot_id|>"
+
+
 def test_the_tokenizers_own_files_are_read_and_a_run_keeps_what_it_used(files, tokenizer, golden, tmp_path):
     templates = golden(GOLDEN)["templates"]
     assert read_chat(files, tokenizer) is None

@@ -74,3 +74,21 @@ def test_what_is_no_tokenizer_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match="cannot be read"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("<\uff5cbegin\u2581of\u2581sentence\uff5c>", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
+        ("<|begin_of_text|>", "<|end_of_text|>"),
+        ("<s>", "</s>"),
+    ],
+)
+def test_documents_begin_and_end_with_the_tokens_of_published_models(tmp_path, names):
+    from tokenizers import Tokenizer, models
+
+    made = Tokenizer(models.BPE({"a": 0}, []))
+    made.add_special_tokens(list(names))
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    assert (tokenizer.start_id, tokenizer.eos_id) == (1, 2)

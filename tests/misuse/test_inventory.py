@@ -16,7 +16,7 @@ ADVICE = re.compile("[;?] ?(?:or )?(?:use|try|set|choose|did you mean) ")
 NOT_DATA = {
     "another file, text or tokenizer": """
         config/post_training.py::ItemsConfig.__post_init__
-        data/chat.py::Chat._pieces data/chat.py::_id_of data/corpus.py::_common_tokenizer
+        data/chat.py::Chat._refuse_unmarked data/chat.py::_id_of data/corpus.py::_common_tokenizer
         data/mixture.py::MixedOrder.continued data/sidecar.py::_check data/sources.py::_stdlib_files
         data/tables.py::_check_column data/token_files.py::_check_ids
         data/token_shards.py::_matching_tokenizer data/tokenizer.py::load_tokenizer
