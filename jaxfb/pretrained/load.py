@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -15,10 +16,12 @@ from jaxfb.pretrained.architectures import architecture_of
 from jaxfb.pretrained.family import depths
 from jaxfb.pretrained.names import Leaf, Part, leaves_of, tensor_shapes, turn
 from jaxfb.pretrained.repository import Repository
+from jaxfb.refusal import Refused
 from jaxfb.trainable import name_of
 
 PyTree = Any
 _COPIES = ("embed_tokens.", "shared_head.head.")
+_ROWS_COMPARED = 4096  # of the embedding at a time
 
 
 def load_params(repository: Repository, sizes: TransformerConfig, abstract_params: PyTree) -> PyTree:
@@ -53,7 +56,25 @@ def checked_leaves(repository: Repository, sizes: TransformerConfig) -> dict[str
     # some files store it twice
     tied = [architecture.outer_names["head.kernel"]] if sizes.tied_embeddings else []
     repository.check(tensor_shapes(leaves), ignored=[*tied, *buffers, *_behind(repository, sizes)])
+    for head in tied:
+        _check_tied(repository, head, architecture.outer_names["embed.embedding"])
     return leaves
+
+
+def _check_tied(repository: Repository, head: str, embedding: str) -> None:
+    """Refuses a head that is stored beside the embedding it is tied to and differs from it: it would be left out."""
+    if head not in repository.tensors:
+        return
+    shape, other = (repository.tensors[name][1] for name in (embedding, head))
+    ends = [*range(0, shape[0], _ROWS_COMPARED), shape[0]]
+    parts = [(slice(*ends_of),) for ends_of in pairwise(ends)]
+    read = lambda part: (repository.read(name, part) for name in (embedding, head))  # noqa: E731
+    if shape != other or not all(np.array_equal(*read(part), equal_nan=True) for part in parts):
+        raise Refused(
+            f"[hf] {repository.path}: {head} differs from {embedding}, though config.json has (or leaves out) "
+            "tie_word_embeddings=true, by which it is left out; write tie_word_embeddings=false into config.json to "
+            f"read it, or remove {head}"
+        )
 
 
 def _behind(repository: Repository, sizes: TransformerConfig) -> list[str]:

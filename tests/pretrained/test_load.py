@@ -147,6 +147,24 @@ def test_tensors_that_do_not_fit_are_listed_before_anything_is_read(copied):
         assert part in text
 
 
+def test_a_tied_head_may_be_stored_again_but_not_with_other_numbers(copied):
+    change_config(copied, tie_word_embeddings=True)
+    text = refusal(copied)
+    assert (
+        "lm_head.weight differs from model.embed_tokens.weight" in text
+        and "tie_word_embeddings=false" in text
+    )
+    tensors = load_file(copied / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    save_file(tensors, copied / "model.safetensors")
+    assert "head" not in loaded(copied)[2]
+    tensors["lm_head.weight"][-1, -1] += 1  # as if training had moved a number
+    save_file(tensors, copied / "model.safetensors")
+    assert "lm_head.weight differs" in refusal(copied)
+    change_config(copied, tie_word_embeddings=False)
+    assert "head" in loaded(copied)[2]
+
+
 @pytest.mark.parametrize(
     "values, wanted",
     [
