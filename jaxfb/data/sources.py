@@ -32,6 +32,7 @@ STDLIB_SKIPPED = {
 MACHINE_SPECIFIC = ("_sysconfigdata", "config-")
 SINGLE_FILE_PIECES = 100
 BOM, GZIP = "\ufeff", b"\x1f\x8b"
+ZSTD = b"\x28\xb5\x2f\xfd"
 SHOWN = 3
 SUFFIXES = {
     "jsonl": (".jsonl", ".json", ".jsonl.gz"),
@@ -152,7 +153,7 @@ def _found_at(path: str, source: str) -> list[SourceFile]:
     if root.is_file():
         return [_described(root, root.parent)]
     if root.is_dir():
-        found = [p for p in root.rglob("*") if not _hidden(p.relative_to(root))]
+        found = list(_below(root))
     else:
         found = [Path(p) for p in glob.glob(str(root), recursive=True)]
     found = [p for p in found if p.is_file()]
@@ -180,8 +181,20 @@ def _described(path: Path, root: Path) -> SourceFile:
     return SourceFile(path.relative_to(root).as_posix(), path.resolve(), path.stat().st_size)
 
 
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
+def _below(root: Path) -> Iterator[Path]:
+    """Yields the files below a directory but for hidden ones, following links to directories, each directory once."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    seen: set[str] = set()
+    for directory, subdirectories, names in os.walk(root, onerror=fail, followlinks=True):
+        if (real := os.path.realpath(directory)) in seen:
+            subdirectories.clear()
+            continue
+        seen.add(real)
+        subdirectories[:] = sorted(name for name in subdirectories if not name.startswith("."))
+        yield from (Path(directory) / name for name in names if not name.startswith("."))
 
 
 def _belongs(path: Path, source: str) -> bool:
@@ -273,10 +286,20 @@ def _next_break(text: str, low: int, high: int) -> int:
 def _read_jsonl(file: SourceFile, text_field: str) -> Iterator[Document]:
     offset = 0
     for number, line in enumerate(_lines(file.path), 1):
+        if number == 1:
+            _refuse_compressed(line, file.path)
         text = decoded(line, f"{file.path}:{number}", offset)
         text, offset = text.removeprefix(BOM) if number == 1 else text, offset + len(line)
         if text.strip():
             yield Document(f"{file.name}:{number}", _text_of(text, text_field, f"{file.path}:{number}"))
+
+
+def _refuse_compressed(start: bytes, path: Path) -> None:
+    """Refuses what is compressed, though its name does not end as that of a compressed file that is read."""
+    if start.startswith(GZIP):
+        raise Refused(f"[data] {path} is compressed by gzip; give it a name that ends in .jsonl.gz")
+    if start.startswith(ZSTD):
+        raise Refused(f"[data] {path} is compressed by zstd; unpack it (unzstd), or compress it by gzip")
 
 
 def _read_table(file: SourceFile, text_field: str) -> Iterator[Document]:

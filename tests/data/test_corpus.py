@@ -252,3 +252,15 @@ def test_unusable_files_are_refused(config, tmp_path, name, content, settings, w
     fraction = 0.0 if settings.get("tokenizer") else 0.05
     with pytest.raises(ValueError, match=words):
         prepare(config(path=str(tmp_path / name), **{"held_out_fraction": fraction, **settings}))
+
+
+def test_links_to_directories_are_followed_and_each_file_is_read_once(tmp_path):
+    for name in ("notes/a.txt", "notes/.hidden/b.txt", "elsewhere/deep/c.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "notes" / "more").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "deep" / "loop").symlink_to(tmp_path / "notes")
+    (tmp_path / "notes" / "again.txt").symlink_to(tmp_path / "notes" / "a.txt")
+    (tmp_path / "notes" / "broken.txt").symlink_to(tmp_path / "nowhere")
+    files = find_files("text", str(tmp_path / "notes"))
+    assert sorted(file.path.name for file in files) == ["a.txt", "c.txt"]

@@ -226,6 +226,13 @@ LATIN = "caf\xe9 au lait".encode("latin1")
             gzip.compress(b'{"text": "abc"}\n' * 900, mtime=0)[:-20],
             "cannot be read to its end",
         ),
+        (
+            "a.jsonl",
+            "jsonl",
+            gzip.compress(b"x" * 99, mtime=0),
+            "compressed by gzip; give it a name .* .jsonl.gz",
+        ),
+        ("a.jsonl.zst", "jsonl", b"\x28\xb5\x2f\xfd\xe9", "is compressed by zstd; unpack it"),
         ("a.jsonl.gz", "jsonl", b'{"text": "abc"}\n', "cannot be read to its end: Not a gzipped file"),
         ("a.jsonl", "jsonl", b"[" * 100_000, "a.jsonl:1 is not a JSON record"),
         ("a.npy", "tokens", b"\x93NUMPY\x01\0v\0{'descr'", "a.npy is not a complete .npy file of numbers"),
