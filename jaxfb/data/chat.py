@@ -138,7 +138,7 @@ class Chat:
         return [Piece(tuple(text.split(mark)), learnt) for text, learnt in [*found, (whole[at:], False)]]
 
     def _refuse_unmarked(self, number: int, before: str, through: str, has_others: bool) -> NoReturn:
-        """Refuses an answer of which no part of the text can be told to be its own."""
+        """Refuses an answer whose part of the text cannot be found."""
         if not through.startswith(before):
             raise Refused(
                 f"[chat] the template opens an answer with {before[-40:]!r} and writes message {number} without it, so "

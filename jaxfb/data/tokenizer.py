@@ -42,6 +42,7 @@ class Tokenizer(Protocol):
 
     vocab_size: ids lie in [0, vocab_size).
     start_id, eos_id: put before and after each document; None where the vocabulary has none.
+    before_text: what transformers puts before a prompt by this tokenizer's file, such as Llama's start token.
     fingerprint: 16 hexadecimal digits; equal fingerprints encode alike.
     special_names: of special tokens, which only a chat template may write. added_names: of these and of all others that
       are found in a text before it is cut into words.
@@ -55,6 +56,9 @@ class Tokenizer(Protocol):
 
     @property
     def eos_id(self) -> int | None: ...
+
+    @property
+    def before_text(self) -> tuple[int, ...]: ...
 
     @property
     def fingerprint(self) -> str: ...
@@ -112,6 +116,7 @@ class ByteTokenizer:
 
     vocab_size = 257
     start_id = eos_id = 256
+    before_text: tuple[int, ...] = ()
     fingerprint = "bytes-257"
     special_names = added_names = (END_TOKEN,)
 
@@ -167,6 +172,14 @@ class LibraryTokenizer:
         self.start_id = next((self._vocab[name] for name in START_NAMES if name in self._vocab), None)
         self.eos_id = next((self._vocab[name] for name in END_NAMES if name in self._vocab), None)
         self.fingerprint = hashlib.blake2b(serialized.encode(), digest_size=8).hexdigest()
+
+    @property
+    def before_text(self) -> tuple[int, ...]:
+        if self._implementation.post_processor is None:
+            return ()
+        encoding = self._implementation.encode("a", add_special_tokens=True)
+        added = np.asarray(encoding.special_tokens_mask)
+        return () if added.all() else tuple(encoding.ids[: int(added.argmin())])
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         encodings = self._implementation.encode_batch_fast(texts, add_special_tokens=False)

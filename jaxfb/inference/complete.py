@@ -66,6 +66,7 @@ def complete(
     how: Sampling,
     *,
     raw: bool = False,
+    rendered: bool = False,
     batch: int = 16,
     stops: Sequence[str] = (),
     names: Sequence[str] | None = None,
@@ -76,7 +77,9 @@ def complete(
 
     Args:
       prompts: texts, or lists of messages. With a chat template a text is a user's message.
-      raw: continue texts as they stand even so.
+      raw: continue texts even so, each after the tokens that the tokenizer puts before a text.
+      rendered: texts are those of a template already: names of special tokens in them are these tokens, none is put
+        before, and what ends an answer ends a continuation.
       batch: rows that are continued at the same time.
       stops: texts that end a continuation too; they are left out of it.
       names: what refusals call each prompt; None: by its number.
@@ -87,10 +90,13 @@ def complete(
     prompts, stops = _several("prompts", prompts), _several("stops", stops)
     check_continuation(model.sizes, how.tokens)
     names = names or [f"prompt {number} of {len(prompts)}" for number in range(1, len(prompts) + 1)]
-    encoded = [ids_of(model, prompt, raw, name) for prompt, name in zip(prompts, names, strict=True)]
+    if rendered:
+        encoded = model.tokenizer.encode_template(prompts, [False] * len(prompts))
+    else:
+        encoded = [ids_of(model, prompt, raw, name) for prompt, name in zip(prompts, names, strict=True)]
     rows = [(k, ids) for k, ids in enumerate(encoded) for _ in range(how.samples)]
     found: list[list[str]] = [[] for _ in prompts]
-    ends = (replace(model, chat=None) if raw else model).stop_tokens
+    ends = (replace(model, chat=None) if raw and not rendered else model).stop_tokens
     for first in range(0, len(rows), batch):
         part = rows[first : first + batch]
         drawn = _drawn(model, [ids for _, ids in part], how, ends, first)
@@ -170,7 +176,9 @@ def _encoded(model: Model, prompt: Prompt, raw: bool) -> np.ndarray:
                 f"[generate] {model.name} has no chat template for messages; give the prompt as a text"
             )
         return model.chat.prompts([messages])[0]
-    start = [model.tokenizer.start_id] if not prompt and model.tokenizer.start_id is not None else []
+    start = model.tokenizer.before_text
+    if not prompt and not start and model.tokenizer.start_id is not None:
+        start = (model.tokenizer.start_id,)
     return np.array([*start, *model.tokenizer.encode([prompt])[0]], np.int32)
 
 

@@ -88,10 +88,7 @@ class HarnessModel(_Base):
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Returns the log-probability of each whole text, of requests (text,)."""
-        tokenizer = self.model.tokenizer
-        return [
-            self.scorer.score_text(tokenizer.encode([request.args[0]])[0]).log_prob for request in requests
-        ]
+        return [self.scorer.score_text(self._ids(request.args[0])).log_prob for request in requests]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Returns continuations of (context, settings): until, max_gen_toks, temperature, do_sample, top_k, top_p."""
@@ -99,8 +96,12 @@ class HarnessModel(_Base):
 
     def _pair(self, context: str, continuation: str) -> tuple[Any, Any]:
         if context:
-            return encode_pair(self.model.tokenizer, context, continuation)
-        return [], self.model.tokenizer.encode([continuation])[0]
+            return encode_pair(self.model.tokenizer, context, continuation, rendered=True)
+        return [], self._ids(continuation)
+
+    def _ids(self, text: str) -> Any:
+        """Returns the ids of a text, in which the harness may have put what `apply_chat_template` gave it."""
+        return self.model.tokenizer.encode_template([text], [False])[0]
 
     def _continuation(self, context: str, settings: dict[str, Any]) -> str:
         until = settings.get("until") or []
@@ -110,9 +111,8 @@ class HarnessModel(_Base):
         how = Sampling(tokens, float(settings.get("temperature") or 1.0) if sampled else 0.0)
         if sampled:
             how = Sampling(tokens, how.temperature, settings.get("top_k"), settings.get("top_p"))
-        return complete(
-            self.model, [context], how, raw=True, batch=1, stops=[stop for stop in stops if stop]
-        )[0][0]
+        stops = [stop for stop in stops if stop]
+        return complete(self.model, [context], how, rendered=True, batch=1, stops=stops)[0][0]
 
 
 if register_model is not None:

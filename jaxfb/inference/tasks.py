@@ -109,13 +109,15 @@ def normalized(text: str) -> str:
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", plain).split())
 
 
-def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[np.ndarray, np.ndarray]:
+def encode_pair(
+    tokenizer: Tokenizer, context: str, continuation: str, rendered: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
     """Returns the ids of both, encoded as one text and cut where the context ends, as lm-evaluation-harness does.
 
-    White space at the end of the context counts to the continuation.
+    White space at the end of the context counts to the continuation. rendered: names of special tokens are tokens.
     """
-    kept = context.rstrip()
-    whole, first = tokenizer.encode([context + continuation, kept])
+    texts = [context + continuation, context.rstrip()]
+    whole, first = tokenizer.encode_template(texts, [False] * 2) if rendered else tokenizer.encode(texts)
     return whole[: len(first)], whole[len(first) :]
 
 

@@ -57,7 +57,9 @@ def continue_text(
 
 def _prompt(tokenizer: Tokenizer, prompt: str) -> tuple[np.ndarray, tuple[int, ...]]:
     """Returns the ids of the prompt, and those that end what follows it."""
-    start = [tokenizer.start_id] if not prompt and tokenizer.start_id is not None else []
+    start = tokenizer.before_text
+    if not prompt and not start and tokenizer.start_id is not None:
+        start = (tokenizer.start_id,)
     ids = np.array([*start, *tokenizer.encode([prompt])[0]], np.int32)
     if len(ids) == 0:
         raise Refused("[generate] the prompt is empty and this tokenizer has no start token; give a prompt")

@@ -16,7 +16,7 @@ from jaxfb.cli.commands import main
 from jaxfb.config.sections import MeshConfig
 from jaxfb.data.chat import make_chat
 from jaxfb.inference.chat import chat
-from jaxfb.inference.complete import Sampling, answers, complete, until
+from jaxfb.inference.complete import Sampling, answers, complete, ids_of, until
 from jaxfb.inference.model import cut, open_model, sampling_mesh
 from jaxfb.inference.prompts import read_prompts, read_text, write_answers
 from jaxfb.models.config import TransformerConfig
@@ -208,7 +208,7 @@ def test_an_empty_prompt_is_refused_beside_others_as_alone(model):
     ):
         with pytest.raises(ValueError, match=rf"\[generate\] {name} {advice} \(with .* --raw"):
             complete(bare, prompts, Sampling(tokens=2), names=names)
-    unstarted = SimpleNamespace(start_id=None, encode=model.tokenizer.encode)
+    unstarted = SimpleNamespace(start_id=None, before_text=(), encode=model.tokenizer.encode)
     with pytest.raises(ValueError, match=rf"prompt 1 of 1 {advice}$"):
         complete(dataclasses.replace(bare, tokenizer=unstarted), [""], Sampling(tokens=2), raw=True)
 
@@ -275,3 +275,24 @@ def test_a_directory_is_no_file(read, tmp_path):
     for path in (tmp_path, tmp_path / "gone"):
         with pytest.raises(ValueError, match=f"there is no file {path}"):
             read(path)
+
+
+def test_a_text_goes_on_after_what_the_tokenizer_puts_before_it(directory, model, tmp_path):
+    """As by transformers: Llama's and Gemma's files put their start token before a prompt."""
+    assert model.tokenizer.before_text == ()
+    for name in os.listdir(directory):
+        (tmp_path / name).write_bytes((directory / name).read_bytes())
+    file = tmp_path / "tokenizer.json"
+    values = json.loads(file.read_text())
+    first = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
+    single = [first, {"Sequence": {"id": "A", "type_id": 0}}]
+    known = {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [256], "tokens": ["<|endoftext|>"]}}
+    processor = {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": known}
+    file.write_text(json.dumps({**values, "post_processor": processor}))
+    started = open_model(tmp_path)
+    assert started.tokenizer.before_text == (256,)
+    assert ids_of(started, "ab", raw=True).tolist() == [256, *ids_of(model, "ab", raw=True)]
+    assert ids_of(started, "", raw=True).tolist() == [256]
+    np.testing.assert_array_equal(
+        ids_of(started, "ab", raw=False), ids_of(model, "ab", raw=False)
+    )  # by the template

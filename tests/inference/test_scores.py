@@ -14,6 +14,7 @@ from whole import logits
 
 from jaxfb.cli.commands import main
 from jaxfb.data.chat import make_chat
+from jaxfb.inference.complete import Sampling, complete
 from jaxfb.inference.harness import HarnessModel
 from jaxfb.inference.model import open_model
 from jaxfb.inference.scores import Scorer, perplexity, windows
@@ -142,6 +143,17 @@ def test_a_question_without_a_prompt_is_refused_with_its_line(scorer, tmp_path):
     task = write_lines(tmp_path / "task.jsonl", *({"prompt": text, "answer": "4"} for text in ("abc", "")))
     with pytest.raises(ValueError, match="the prompt in line 2 of .*task.jsonl is empty"):
         answer(bare, read_task(task), 2)
+
+
+def test_a_chat_that_the_harness_gives_back_has_the_tokens_of_the_template(directory):
+    harness = HarnessModel(str(directory), max_length=64, overrides="mesh.data=1", max_gen_toks=4)
+    message = [{"role": "user", "content": "Who?"}]
+    (prompt,) = harness.model.chat.prompts([message])
+    text = harness.apply_chat_template(message)
+    ids = np.concatenate([prompt, harness.model.tokenizer.encode(["I"])[0]])
+    np.testing.assert_array_equal(np.concatenate(harness._pair(text, "I")), ids)
+    asked = [SimpleNamespace(args=(text, {"until": []}))]
+    assert harness.generate_until(asked) == complete(harness.model, [message], Sampling(tokens=4))[0]
 
 
 @pytest.mark.slow
