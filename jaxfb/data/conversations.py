@@ -6,6 +6,7 @@ Part of the data step (post-training's documents); `chat.py` makes token ids of 
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ import numpy as np
 
 from jaxfb.data.chat import Chat
 from jaxfb.data.samples import sample_file
-from jaxfb.data.sources import BOM, HELD_OUT, TRAIN, decoded, hash_of, split_documents
+from jaxfb.data.sources import BOM, DROPPED, HELD_OUT, TRAIN, decoded, hash_of, split_documents
 from jaxfb.refusal import Refused, shown, text
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -48,13 +49,19 @@ def read_preferences(path: str | Path) -> list[Pair]:
     return [_pair(record, where) for where, record in _records(path)]
 
 
-def split_held_out(items: Sequence[Any], fraction: float) -> tuple[list, list]:
+def split_held_out(items: Sequence[Any], fraction: float, who: str = "conversations") -> tuple[list, list]:
     """Splits items into (train, held out) by content, so that neither order nor new neighbours move an item.
 
-    Repeated items are left out.
+    Repeated items are left out, with a warning. who: the section of the config that it names.
     """
     hashes = np.array([hash_of(json.dumps(item)) for item in items], np.uint64)
     side = split_documents(hashes, fraction)
+    if repeated := int((side == DROPPED).sum()):
+        warnings.warn(
+            f"[{who}] {repeated} of {len(items)} items are repeated and left out, since they could be held out too; "
+            f"with {who}.held_out_path all are kept",
+            stacklevel=3,
+        )
     on_side = lambda one: [item for item, at in zip(items, side, strict=True) if at == one]  # noqa: E731
     return on_side(TRAIN), on_side(HELD_OUT)
 

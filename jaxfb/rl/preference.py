@@ -102,7 +102,7 @@ def make_preference_work(config: DPOConfig) -> PreferenceWork:
     if section.held_out_path:
         held_out = read_preferences(section.held_out_path)
     else:
-        train, held_out = split_held_out(train, section.held_out_fraction)
+        train, held_out = split_held_out(train, section.held_out_fraction, "preferences")
     base.check_characters(text for pair in train for text in (pair.chosen, pair.rejected))
     encoded = [encode_pairs(pairs, base.chat) for pairs in (train, held_out)]
     tokens = longest(*(ids for sides in encoded for ids, _ in sides))

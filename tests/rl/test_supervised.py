@@ -13,7 +13,7 @@ from jaxfb.batch_plan import BatchPlan
 from jaxfb.cli.commands import main
 from jaxfb.config import load_config
 from jaxfb.data.chat import make_chat
-from jaxfb.data.conversations import encode_pairs, read_conversations, read_preferences
+from jaxfb.data.conversations import Pair, encode_pairs, read_conversations, read_preferences, split_held_out
 from jaxfb.data.tokenizer import ByteTokenizer
 from jaxfb.metrics import read_jsonl
 from jaxfb.rl.preference import make_preference_work
@@ -223,6 +223,14 @@ def test_what_truncation_cuts_off_is_counted(tmp_path):
         UserWarning, match="cuts 2 of 3 conversations after 97 .* 7 of the 107 .*; 1 keep no token"
     ):
         make_supervised_work(cut)
+
+
+def test_repeated_items_are_left_out_with_a_warning():
+    items = [Pair((), "1", "2"), Pair((), "3", "4"), Pair((), "1", "2")]
+    with pytest.warns(
+        UserWarning, match=r"\[preferences\] 1 of 3 items are repeated .*preferences.held_out_path"
+    ):
+        assert split_held_out(items, 0.0, "preferences") == (items[:2], [])
 
 
 def test_packing_of_pairs_is_refused_when_the_config_is_read(tmp_path):
