@@ -158,14 +158,40 @@ def _export_adapter(source: Path, config: Any, target: Path) -> list[Path]:
     lora = getattr(config, "lora", None)
     if lora is None:
         raise Refused(f"[hf] {source} has no adapters, its config has no lora; export it without --adapter")
+    if config.trainable:
+        raise Refused(
+            f"[hf] {source} trained {', '.join(config.trainable)} beside its adapters, which an adapter's files would "
+            "leave out; export the merged model, without --adapter"
+        )
     sizes, description = _described(source, config, _origin(source, config))
     stored = _stored(config, sizes)
     store = CheckpointStore(source / "checkpoints", keep_best=None)
     wanted = _nested({path: leaf for path, leaf in stored.items() if path.endswith((A, B))})
     found = _by_path(store.restore({"params": wanted}, partial=True)[0]["params"])
-    base = config.start.run if getattr(config, "start", None) else None
-    base = base or getattr(config.model, "from_", None) or source
+    base = _base_of(source, config)
     return save_adapter(target, _nested(stored | found), lora, architecture_of(description), str(base))
+
+
+def _base_of(source: Path, config: Any) -> Path:
+    """Returns the directory of the weights that the adapters of a run belong to, or the run with them, with a
+    warning, where no files have them.
+    """
+    begun = config.start.run if getattr(config, "start", None) else None
+    if begun is None and (files := getattr(config.model, "from_", None)) is not None:
+        return Path(files)
+    base = source if begun is None else Path(begun)
+    files = None if begun is None else weights_of(base, load_config(base))
+    if files is not None and RunDirectory(base).newest_update() is None:
+        return files
+    log.warning(
+        "[export] the adapters belong to weights that only the run %s has, so PEFT must not load them onto another "
+        "model%s",
+        base,
+        ""
+        if begun is None
+        else f"; export that run too, and load them onto its directory: jaxfb export-hf {base} DIR",
+    )
+    return base
 
 
 def _stored(config: Any, sizes: TransformerConfig) -> dict[str, jax.ShapeDtypeStruct]:

@@ -1,7 +1,9 @@
 """`lora` and `trainable` of the config: what is trained, kept, resumed and exported, from the command line."""
 
 import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import chex
 import jax
@@ -13,6 +15,7 @@ from test_policy import TINY as POLICY
 from test_policy import Evens, one_update
 from test_supervised import DPO, SFT, write
 from tiny import write_tiny
+from tiny_directory import make
 
 from jaxfb import trainable
 from jaxfb.checkpoint.store import CheckpointStore
@@ -26,6 +29,7 @@ from jaxfb.pretrained.peft import load_adapter, save_adapter
 from jaxfb.rl.policy import make_policy_work
 from jaxfb.rl.preference import make_preference_work
 from jaxfb.rl.supervised import make_supervised_work
+from jaxfb.training import hugging_face
 from jaxfb.training.from_config.sizes import abstract_params, model_sizes
 
 LORA = {"lora": {"rank": 2, "targets": ["query", "value", "down"], "dropout": 0.1}}
@@ -156,6 +160,33 @@ def test_a_run_is_exported_merged_or_as_an_adapter_that_is_read_again(tmp_path):
     chex.assert_trees_all_close(
         without_adapters(host(work.train_state.params)), host(merged(params, lora)), rtol=1e-12
     )
+
+
+def test_an_adapter_alone_is_not_written_where_more_was_trained(tmp_path, capsys):
+    config = write(tmp_path / "lora", SFT, lora={"rank": 2}, trainable=["norm"])
+    (tmp_path / "lora" / "run").mkdir()
+    shutil.copyfile(config, tmp_path / "lora" / "run" / "config.yaml")
+    assert main(["export-hf", str(tmp_path / "lora" / "run"), str(tmp_path / "adapter"), "--adapter"]) == 2
+    assert "trained norm beside its adapters" in capsys.readouterr().err
+    assert not (tmp_path / "adapter").exists()
+
+
+def test_an_adapter_names_the_files_of_its_weights_or_warns(tmp_path, caplog):
+    def base(**more):
+        values = {"start": SimpleNamespace(run=None), "model": SimpleNamespace(from_=None), **more}
+        return hugging_face._base_of(tmp_path / "run", SimpleNamespace(**values))
+
+    assert base(model=SimpleNamespace(from_="files")) == Path("files") and not caplog.records
+    assert base() == tmp_path / "run" and "only the run" in caplog.text
+    directory = make(
+        tmp_path / "model", num_layers=1, hidden_size=16, num_heads=2, num_kv_heads=1, mlp_size=16
+    )
+    hugging_face.import_run(directory, tmp_path / "imported")
+    caplog.clear()
+    begun = {"start": SimpleNamespace(run=str(tmp_path / "imported")), "model": None}
+    assert base(**begun) == tmp_path / "imported" / "hf" and not caplog.records
+    (tmp_path / "imported" / "checkpoints" / "3").mkdir()  # as if it had been trained
+    assert base(**begun) == tmp_path / "imported" and "export that run too" in caplog.text
 
 
 def dict_of(tree):
