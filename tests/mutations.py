@@ -2075,6 +2075,42 @@ MUTATIONS = (
         "alone = self._hosts.count > 1",
         "training/test_refused_by_all.py::test_what_all_refuse_is_saved_before",
     ),
+    # what files and directories have that would be left out
+    Mutation(
+        "messages_of_weight_0_are_learnt",
+        "data/conversations.py",
+        'not in (None, "", [], {}, 1)',
+        'not in (None, "", [], {}, 1, 0)',
+        "rl/test_supervised.py::test_a_bad_line_is_named",
+    ),
+    Mutation(
+        "another_head_is_left_out",
+        "pretrained/load.py",
+        "if shape != other or not all(",
+        "if shape != other and not all(",
+        "pretrained/test_load.py::test_a_tied_head_may_be_stored_again_but_not_with_other_numbers",
+    ),
+    Mutation(
+        "requests_of_the_harness_are_plain_text",
+        "inference/harness.py",
+        "how, rendered=True, batch=1",
+        "how, raw=True, batch=1",
+        "inference/test_scores.py::test_a_chat_that_the_harness_gives_back_has_the_tokens_of_the_template",
+    ),
+    Mutation(
+        "linked_directories_are_left_out",
+        "data/sources.py",
+        "followlinks=True",
+        "followlinks=False",
+        "data/test_corpus.py::test_links_to_directories_are_followed_and_each_file_is_read_once",
+    ),
+    Mutation(
+        "adapters_without_what_was_trained_beside_them",
+        "training/hugging_face.py",
+        "    if config.trainable:",
+        "    if False:",
+        "rl/test_adapters.py::test_an_adapter_alone_is_not_written_where_more_was_trained",
+    ),
 )
 
 
