@@ -90,10 +90,15 @@ def complete(
     prompts, stops = _several("prompts", prompts), _several("stops", stops)
     check_continuation(model.sizes, how.tokens)
     names = names or [f"prompt {number} of {len(prompts)}" for number in range(1, len(prompts) + 1)]
+    named = list(zip(prompts, names, strict=True))
     if rendered:
-        encoded = model.tokenizer.encode_template(prompts, [False] * len(prompts))
+        read = model.tokenizer.encode_template(prompts, [False] * len(prompts))
+        encoded = [
+            ids if len(ids) else ids_of(model, one[0], True, one[1])
+            for ids, one in zip(read, named, strict=True)
+        ]
     else:
-        encoded = [ids_of(model, prompt, raw, name) for prompt, name in zip(prompts, names, strict=True)]
+        encoded = [ids_of(model, prompt, raw, name) for prompt, name in named]
     rows = [(k, ids) for k, ids in enumerate(encoded) for _ in range(how.samples)]
     found: list[list[str]] = [[] for _ in prompts]
     ends = (replace(model, chat=None) if raw and not rendered else model).stop_tokens

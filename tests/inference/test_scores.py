@@ -154,6 +154,8 @@ def test_a_chat_that_the_harness_gives_back_has_the_tokens_of_the_template(direc
     np.testing.assert_array_equal(np.concatenate(harness._pair(text, "I")), ids)
     asked = [SimpleNamespace(args=(text, {"until": []}))]
     assert harness.generate_until(asked) == complete(harness.model, [message], Sampling(tokens=4))[0]
+    empty = [SimpleNamespace(args=("", {"until": []}))]  # begins a document
+    assert len(harness.generate_until(empty)) == 1
 
 
 @pytest.mark.slow
