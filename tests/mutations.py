@@ -1269,6 +1269,20 @@ MUTATIONS = (
         "cli/test_others.py::test_a_refusal_is_told_to_the_others",
     ),
     Mutation(
+        "a_layout_is_sized_in_two_bytes_whatever_it_computes_in",
+        "planner/counts.py",
+        "    return jnp.dtype(config.precision.compute_dtype).itemsize",
+        "    return 2",
+        "planner/test_formula_dtypes.py::test_wider_and_narrower_numbers_are_counted_near_the_compiler",
+    ),
+    Mutation(
+        "a_search_counts_two_moments_of_every_optimizer",
+        "planner/counts.py",
+        "    return _STATES[asked] * stored_bytes(config) / 4",
+        "    return 8",
+        "planner/test_formula_dtypes.py::test_a_search_counts_the_state_that_the_arrays_have",
+    ),
+    Mutation(
         "a_config_in_float64_is_planned_in_32_bits",
         "planner/job.py",
         "    with with_float64(config):",

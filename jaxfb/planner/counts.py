@@ -23,6 +23,8 @@ from jaxfb.planner.topology import Topology
 from jaxfb.recomputation import remat_parts
 from jaxfb.schedules import Kind, Schedule, default_name, kind_of, make
 from jaxfb.trainable import parted, pruned
+from jaxfb.training.from_config.dtypes import param_dtype
+from jaxfb.training.from_config.optimizer import optimizer_of_any_length
 from jaxfb.types import outer_params
 
 
@@ -237,10 +239,42 @@ def row_space(config: Config, sizes: TransformerConfig) -> float:
     return axis if sizes.expert_buffer is None else min(sizes.expert_buffer, axis)
 
 
+def stored_bytes(config: Config) -> int:
+    """Returns the bytes of a trained parameter, and of each of its moments."""
+    return jnp.dtype(param_dtype(config)).itemsize
+
+
+def computed_bytes(config: Config) -> int:
+    """Returns the bytes of a number that a layer computes with: of gathered weights and of activations."""
+    return jnp.dtype(config.precision.compute_dtype).itemsize
+
+
+def summed_bytes(config: Config) -> int:
+    """Returns the bytes of a number of the sum of gradients."""
+    given = config.precision.accum_dtype
+    return stored_bytes(config) if given is None else jnp.dtype(given).itemsize
+
+
 def reduced_bytes(config: Config) -> int:
     """Returns the bytes of a number of a gradient on its way over fsdp."""
     given = config.precision.reduce_dtype if config.parallel.fsdp_gather != "step" else None
-    return 4 if given is None else jnp.dtype(given).itemsize
+    return summed_bytes(config) if given is None else jnp.dtype(given).itemsize
+
+
+def state_bytes(config: Config, sizes: TransformerConfig) -> float:
+    """Returns the bytes that the config's optimizer keeps of a trained number, in the mean: eight of adamw."""
+    patterns = trained_patterns(config)
+    asked = repr((config.optimizer, config.lr, sizes, patterns))
+    if asked not in _STATES:
+        params = jax.eval_shape(lambda: init_params(sizes, jax.random.key(0)))
+        params = params if patterns is None else pruned(patterns, params)
+        kept = jax.tree.leaves(jax.eval_shape(optimizer_of_any_length(config).init, params))
+        _STATES[asked] = sum(leaf.size * leaf.dtype.itemsize for leaf in kept if leaf.ndim) / _count(params)
+    return _STATES[asked] * stored_bytes(config) / 4
+
+
+_STATES: dict[str, float] = {}
+"""Bytes of optimizer state a trained number of four bytes, by what it depends on."""
 
 
 def _latent_width(sizes: TransformerConfig) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from jaxfb.config import Config
 from jaxfb.models.config import TransformerConfig
 from jaxfb.planner.chips import Chip
-from jaxfb.planner.counts import held_numbers, stored, trained_numbers
+from jaxfb.planner.counts import held_numbers, state_bytes, stored, stored_bytes, trained_numbers
 from jaxfb.planner.formula_loops import loop_seconds
 from jaxfb.planner.formula_memory import (
     HOLES,
@@ -86,7 +86,7 @@ class Estimate:
 
 
 def estimate(config: Config, sizes: TransformerConfig, topology: Topology) -> Estimate:
-    """Estimates the step of a config whose mesh has no size left open, with AdamW's two moments in float32.
+    """Estimates the step of a config whose mesh has no size left open, with its optimizer's state.
 
     Frozen parameters have no moments and no gradients.
 
@@ -95,7 +95,8 @@ def estimate(config: Config, sizes: TransformerConfig, topology: Topology) -> Es
       topology: without a chip nothing takes time.
     """
     held, trained = (sum(stored(of, config, sizes)) for of in (held_numbers, trained_numbers))
-    state = 8 * trained / (config.mesh.data if config.optimizer.sharding == "data" else 1)
+    state = state_bytes(config, sizes) * trained
+    state /= config.mesh.data if config.optimizer.sharding != "none" else 1
     on_host = state if config.optimizer.memory == "host" else 0.0
     gradients, activations = gradient_bytes(config, sizes), kept_bytes(config, sizes, topology)
     working, holes = working_bytes(config, sizes, topology), HOLES.get(topology.platform, 1.0) - 1
@@ -103,7 +104,7 @@ def estimate(config: Config, sizes: TransformerConfig, topology: Topology) -> Es
     exchange = exchange_seconds(config, sizes, topology.chip) if topology.chip else 0.0
     work = work_seconds(config, sizes, topology) if topology.chip else 0.0
     return Estimate(
-        parameters=4 * trained + frozen_bytes(config) * (held - trained),
+        parameters=stored_bytes(config) * trained + frozen_bytes(config) * (held - trained),
         optimizer=state,
         batch=0,
         gradients=gradients,

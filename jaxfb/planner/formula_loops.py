@@ -10,6 +10,7 @@ from __future__ import annotations
 from jaxfb.config import Config
 from jaxfb.models.config import TransformerConfig
 from jaxfb.planner.counts import (
+    computed_bytes,
     dense_width,
     layers_here,
     num_microbatches,
@@ -36,7 +37,7 @@ def loop_seconds(config: Config, sizes: TransformerConfig, topology: Topology) -
     if size == 2:
         return max(0.0, _BETWEEN_TWO * collectives - counted)
     tokens = tokens_of_microbatch(config)
-    permute = 2 * tokens * sizes.hidden_size / size / (chip.axis_bandwidth / 2)
+    permute = computed_bytes(config) * tokens * sizes.hidden_size / size / (chip.axis_bandwidth / 2)
     heads, middle = sizes.num_heads, dense_width(sizes)
     widths = (heads + 2 * sizes.num_kv_heads) * sizes.head_size, heads * sizes.head_size, 2 * middle, middle
     products = (2 * tokens * sizes.hidden_size * width / size / chip.flops for width in widths if width)

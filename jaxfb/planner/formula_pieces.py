@@ -5,6 +5,7 @@ from __future__ import annotations
 from jaxfb.config import Config
 from jaxfb.models.config import TransformerConfig
 from jaxfb.planner.counts import (
+    computed_bytes,
     hidden_width,
     layers_here,
     short_schedule,
@@ -13,9 +14,9 @@ from jaxfb.planner.counts import (
 )
 from jaxfb.planner.piece_turns import mean_turns
 
-_CACHED, _READ = 2 + 4, 2 + 4 + 4
-"""Bytes of a key's or value's number: in a cache, with its gradient in float32; and while a layer's backward runs,
-which reads one of each out of the caches and makes the gradient that is added to the other."""
+_CACHED, _READ = 4, 4 + 4
+"""Bytes of a key's or value's gradient beside the number itself: in a cache, in float32; and while a layer's backward
+runs, which reads one of each out of the caches and makes the gradient that is added to the other."""
 
 
 def pieces_in_flight(config: Config) -> float:
@@ -37,13 +38,16 @@ def waiting_bytes(config: Config, sizes: TransformerConfig) -> float:
     program = short_schedule(config).program
     caches = program.allocated("cache") * layers_here(config, sizes) / config.chunks
     passed = program.allocated("activation") + program.allocated("gradient")
-    hidden = 2 * tokens_of_piece(config) * hidden_width(config, sizes)
-    return caches * _CACHED * _keys_of_layer(config, sizes) + passed * hidden
+    each = computed_bytes(config)
+    hidden = each * tokens_of_piece(config) * hidden_width(config, sizes)
+    return caches * (each + _CACHED) * _keys_of_layer(config, sizes) + passed * hidden
 
 
 def read_bytes(config: Config, sizes: TransformerConfig) -> float:
     """Counts what a layer's backward takes out of the caches, and the gradients that it adds to them."""
-    return 0.0 if config.parallel.pieces == 1 else _READ * _keys_of_layer(config, sizes)
+    if config.parallel.pieces == 1:
+        return 0.0
+    return (computed_bytes(config) + _READ) * _keys_of_layer(config, sizes)
 
 
 def waiting_turns(config: Config) -> float:

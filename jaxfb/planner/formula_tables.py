@@ -11,7 +11,14 @@ from jaxfb.parallel.columns import most_rows
 from jaxfb.parallel.grid import adjacent_shapes, shapes
 from jaxfb.parallel.shares import fewest_sent
 from jaxfb.parallel.table import num_parts, pays
-from jaxfb.planner.counts import gathers_layers, reduced_bytes, tokens_of_microbatch, tokens_of_piece
+from jaxfb.planner.counts import (
+    computed_bytes,
+    gathers_layers,
+    reduced_bytes,
+    summed_bytes,
+    tokens_of_microbatch,
+    tokens_of_piece,
+)
 
 
 def head_bytes(config: Config, sizes: TransformerConfig, kind: str | None) -> float | None:
@@ -20,17 +27,18 @@ def head_bytes(config: Config, sizes: TransformerConfig, kind: str | None) -> fl
     kind: of the devices.
     """
     width, vocabulary, tokens = sizes.hidden_size, sizes.vocab_size, tokens_of_piece(config)
+    each, wide = computed_bytes(config), summed_bytes(config)
     parts = num_parts((width, vocabulary), 1, vocabulary, "float32")
     if not _is_scored_cut(config, sizes) or parts == 1:
         return None
     if (across := _neighbours(config, sizes, kind)) is not None:
-        of_share = 6 * width + 8 * min(
-            across * tokens, sizes.loss_chunk
-        )  # the share and its gradient, logits
-        return 2 * tokens * vocabulary + 6 * across * tokens * width + of_share / across * vocabulary
+        # the share and its gradient, logits
+        of_share = (each + wide) * width + 8 * min(across * tokens, sizes.loss_chunk)
+        of_hidden = (each + 4) * across * tokens * width
+        return each * tokens * vocabulary + of_hidden + of_share / across * vocabulary
     # two parts of the head, the gradient of one, logits
-    of_part = 2 * 2 * width + 4 * width + 2 * tokens + 8 * min(tokens, sizes.loss_chunk)
-    return (2 * tokens + of_part / parts) * vocabulary
+    of_part = (2 * each + wide) * width + each * tokens + 8 * min(tokens, sizes.loss_chunk)
+    return (each * tokens + of_part / parts) * vocabulary
 
 
 def spared_bytes(config: Config, sizes: TransformerConfig, kind: str) -> float:
@@ -46,8 +54,9 @@ def _spared_by_columns(config: Config, sizes: TransformerConfig, kind: str) -> f
     numbers = [rows for rows, _ in shapes(_axes(config), torus_dims(kind))]
     tile = 128 if "TPU" in kind else 1
     rows = most_rows(numbers, _shape(sizes), tokens_of_microbatch(config), "float32", tile)
-    sent = 2 + reduced_bytes(config)  # a number of the columns, there and its gradient back
-    return 0.0 if rows is None else math.prod(_shape(sizes)) * (2 + sent - sent / rows)
+    each = computed_bytes(config)
+    sent = each + reduced_bytes(config)  # a number of the columns, there and its gradient back
+    return 0.0 if rows is None else math.prod(_shape(sizes)) * (each + sent - sent / rows)
 
 
 def _spared_by_shares(config: Config, sizes: TransformerConfig, kind: str) -> float:
@@ -55,9 +64,10 @@ def _spared_by_shares(config: Config, sizes: TransformerConfig, kind: str) -> fl
     across = _neighbours(config, sizes, kind) if _is_scored_cut(config, sizes) else None
     if across is None:
         return 0.0
-    sent = 2 + reduced_bytes(config)
-    hidden = 6 * across * tokens_of_microbatch(config) * sizes.hidden_size
-    return math.prod(_shape(sizes)) * (2 + sent - sent / across) - hidden
+    each = computed_bytes(config)
+    sent = each + reduced_bytes(config)
+    hidden = (each + 4) * across * tokens_of_microbatch(config) * sizes.hidden_size
+    return math.prod(_shape(sizes)) * (each + sent - sent / across) - hidden
 
 
 def _neighbours(config: Config, sizes: TransformerConfig, kind: str | None) -> int | None:
@@ -70,7 +80,7 @@ def _is_scored_cut(config: Config, sizes: TransformerConfig) -> bool:
     """Returns whether the cross entropy takes a head of which no device has all, if it is large enough."""
     if config.mesh.tensor > 1 or sizes.mtp_depth or sizes.z_loss or sizes.label_smoothing:
         return False
-    return pays(tokens_of_piece(config), sizes.hidden_size, "bfloat16")
+    return pays(tokens_of_piece(config), sizes.hidden_size, config.precision.compute_dtype)
 
 
 def _axes(config: Config) -> list[int]:

@@ -13,6 +13,7 @@ from jaxfb.models.pattern import stack_of
 from jaxfb.planner.chips import Chip
 from jaxfb.planner.counts import (
     attention_flops,
+    computed_bytes,
     context_method,
     gathers_before_use,
     gathers_layers,
@@ -33,6 +34,7 @@ from jaxfb.planner.counts import (
     share_gathered,
     share_of_layers,
     stored,
+    summed_bytes,
     tokens_of_microbatch,
     trained_numbers,
     turns_of_layers,
@@ -147,11 +149,11 @@ def work_seconds(config: Config, sizes: TransformerConfig, topology: Topology) -
     share = _BESIDE_PRODUCTS.get(topology.platform, 1.0)
     with_residuals = {"none": _BESIDE_WITH_RESIDUALS.get(topology.platform, share)}
     of_products = mean_over_layers(config, sizes, lambda remat: with_residuals.get(remat, share))
-    read = 2 * moved * of_products * product_width(sizes) * sizes.num_layers + _score_bytes(
-        config, sizes, topology
-    )
+    each = computed_bytes(config)
+    read = each * moved * of_products * product_width(sizes) * sizes.num_layers
+    read += _score_bytes(config, sizes, topology)
     if config.mesh.tensor > 1:
-        read += 2 * _HIDDEN_OVER_TENSOR * config.mesh.tensor * sizes.hidden_size * sizes.num_layers
+        read += each * _HIDDEN_OVER_TENSOR * config.mesh.tensor * sizes.hidden_size * sizes.num_layers
     read = (
         read * of_layers * share_of_layers(config, sizes) * config.mesh.pipe
         + _LOGIT_BYTES * share * sizes.vocab_size
@@ -176,17 +178,17 @@ def _accumulated_bytes(config: Config, sizes: TransformerConfig, topology: Topol
 
 
 def _copied_bytes(config: Config, sizes: TransformerConfig) -> float:
-    """Counts the copies, in two bytes a number, of weights that stay gathered while others do not: of each layer
+    """Counts the copies of weights that stay gathered while others do not: of each layer
     forward and backward, as measured of 8B on v5p (0.18 s of 8.66 s with half of the layers).
     """
     kept = held_numbers(config, sizes)[0] * share_gathered(config, sizes)
-    return 2 * 4 * kept * num_microbatches(config)
+    return computed_bytes(config) * 4 * kept * num_microbatches(config)
 
 
 def _expert_bytes(config: Config, sizes: TransformerConfig) -> float:
     """Counts what layers with experts read and write beside products, which no product hides.
 
-    Rows of a token's choices, in two bytes a number: cut from tokens and added up to them (2 and 3 times forward, 2 and
+    Rows of a token's choices: cut from tokens and added up to them (2 and 3 times forward, 2 and
     3 backward, 2 in the forward's second run), a sum of two products' gradients (3), and for each way of the exchange
     read, laid out for it and back, and written (4).
     """
@@ -196,7 +198,7 @@ def _expert_bytes(config: Config, sizes: TransformerConfig) -> float:
     ways = _exchange_ways(config, sizes) if config.mesh.expert > 1 else 0
     rows = tokens_of_microbatch(config) * sizes.experts_per_token
     passes = 13 + 2 * again + 4 * ways
-    return 2 * sizes.hidden_size * rows * passes * _expert_runs(config, sizes)
+    return computed_bytes(config) * sizes.hidden_size * rows * passes * _expert_runs(config, sizes)
 
 
 def _expert_runs(config: Config, sizes: TransformerConfig) -> float:
@@ -219,14 +221,17 @@ def wire_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> float:
     trained = sum(trained_numbers(config, sizes))
     times = microbatches if config.parallel.fsdp_gather != "step" else 1
     of_kept = held_numbers(config, sizes)[0] * share_gathered(config, sizes)
-    hidden = 2 * tokens_of_microbatch(config) * sizes.hidden_size * microbatches
+    each = computed_bytes(config)
+    hidden = each * tokens_of_microbatch(config) * sizes.hidden_size * microbatches
     of_layers = turns_of_layers(config)
-    gathered = 4 * times * held - (4 * times - 2) * of_kept + times * reduced_bytes(config) * trained
+    gathered = each * (2 * times * held - (2 * times - 1) * of_kept)
+    gathered += times * reduced_bytes(config) * trained
     gathered -= times * spared_bytes(config, sizes, chip.kind)
     experts = held_experts(config, sizes) / held
     seconds = gathered * experts * _turn(config, chip, "fsdp", "context")
     seconds += gathered * (1 - experts) * _turn(config, chip, "fsdp", "expert", "context")
-    seconds += 8 * sum(stored(trained_numbers, config, sizes)) * _turn(config, chip, "data")
+    sums = 2 * summed_bytes(config) * sum(stored(trained_numbers, config, sizes))
+    seconds += sums * _turn(config, chip, "data")
     seconds += tensor_seconds(config, sizes, chip)
     if mesh.pipe > 1:
         # a stage's result there and its gradient back; around the head, sums of five hidden states, cut over `tensor`
@@ -237,7 +242,8 @@ def wire_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> float:
 
 def tensor_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> float:
     """Returns the time of sums over tensor shards, of four of a layer's products."""
-    hidden = 2 * tokens_of_microbatch(config) * sizes.hidden_size * num_microbatches(config)
+    tokens = tokens_of_microbatch(config) * num_microbatches(config)
+    hidden = computed_bytes(config) * tokens * sizes.hidden_size
     of_layers = turns_of_layers(config)
     return 8 * hidden * of_layers * layers_here(config, sizes) * _turn(config, chip, "tensor")
 
@@ -256,7 +262,13 @@ def exchange_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> fl
     if config.mesh.expert == 1 or not sizes.num_experts:
         return 0.0
     rows = tokens_of_microbatch(config) * sizes.experts_per_token
-    sent = 2 * sizes.hidden_size * rows * _exchange_ways(config, sizes) * _expert_runs(config, sizes)
+    sent = (
+        computed_bytes(config)
+        * sizes.hidden_size
+        * rows
+        * _exchange_ways(config, sizes)
+        * _expert_runs(config, sizes)
+    )
     return sent * _turn(config, chip, "expert")
 
 
@@ -274,7 +286,7 @@ def offload_seconds(config: Config, sizes: TransformerConfig, topology: Topology
     if topology.chip is None:
         return 0.0
     layers = sum(number for remat, number in layers_by_remat(config, sizes) if remat == "offload")
-    inputs = 2 * tokens_of_microbatch(config) * hidden_width(config, sizes) * layers
+    inputs = computed_bytes(config) * tokens_of_microbatch(config) * hidden_width(config, sizes) * layers
     moving = 2 * inputs * num_microbatches(config) / topology.chip.host_bandwidth
     return max(_EXPOSED_OFFLOAD * moving, moving - work)
 

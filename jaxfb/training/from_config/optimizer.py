@@ -24,6 +24,12 @@ def check_optimizer(config: AnyConfig, length: int | None = None) -> None:
         _optimizer(config, length)
 
 
+def optimizer_of_any_length(config: AnyConfig) -> Optimizer:
+    """Returns the optimizer without schedules that end with the run: the same state, where no update is made."""
+    with warnings.catch_warnings(action="ignore"):
+        return _optimizer(config, None)
+
+
 def optimizer(config: AnyConfig, plan: RunPlan) -> Optimizer:
     """Returns the optimizer with its schedules, which end with the run unless the config sets something else."""
     length = length_of(config, plan)
