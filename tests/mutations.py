@@ -1276,6 +1276,13 @@ MUTATIONS = (
         "planner/test_formula_dtypes.py::test_wider_and_narrower_numbers_are_counted_near_the_compiler",
     ),
     Mutation(
+        "a_search_proposes_pipelines_under_zero_2",
+        "planner/candidates.py",
+        'most = 1 if config.optimizer.sharding == "gradients" else MOST_PIPE',
+        "most = MOST_PIPE",
+        "planner/test_search_of_options.py::test_under_zero_2_no_pipeline_is_proposed",
+    ),
+    Mutation(
         "a_search_counts_two_moments_of_every_optimizer",
         "planner/counts.py",
         "    return _STATES[asked] * stored_bytes(config) / 4",

@@ -98,7 +98,8 @@ def label(config: Config) -> str:
 def _meshes(config: Config, sizes: TransformerConfig, devices: int) -> Iterator[dict[str, int]]:
     context = config.mesh.context
     tensors = [n for n in _divisors(devices // context, MOST_TENSOR) if _tensor_divides(sizes, n)]
-    pipes = [n for n in _divisors(devices // context, MOST_PIPE) if stack_of(sizes).num_periods % n == 0]
+    most = 1 if config.optimizer.sharding == "gradients" else MOST_PIPE  # ZeRO-2 is refused in a pipeline
+    pipes = [n for n in _divisors(devices // context, most) if stack_of(sizes).num_periods % n == 0]
     experts = _divisors(devices // context, sizes.num_experts) if sizes.num_experts else [1]
     for tensor, pipe, expert in itertools.product(tensors, pipes, experts):
         rest, left = divmod(devices, context * tensor * pipe * expert)

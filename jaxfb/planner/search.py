@@ -84,9 +84,7 @@ def search(
     sizes = model_sizes(config)
     fastest = picked(by_formula(config, sizes, topology, NOTHING), sizes, topology, layouts, say)
     others = [one for one in fastest if one not in [own.config for own in given]]
-    found = _ranked(
-        given + [Found(one, known.get(one, topology) or estimated(one, topology)) for one in others]
-    )
+    found = _ranked(given + _taken(others, topology, known, say))
     keep(found)
     if not compiled or not compiles_here(found[0].config, topology, say):
         return found
@@ -225,6 +223,24 @@ def _given(config: Config, topology: Topology, known: Known, say) -> list[Found]
         return []
     own = replace(config, mesh=replace(config.mesh, **verdict.mesh))
     return [Found(own, known.get(own, topology) or verdict, given=True)]
+
+
+def _taken(layouts: list[Config], topology: Topology, known: Known, say) -> list[Found]:
+    """Returns the layouts that `jaxfb train` takes; an option of the config may be refused in some of them.
+
+    Raises:
+      Refused: it takes none.
+    """
+    found, refusals = [], []
+    for one in layouts:
+        try:
+            found.append(Found(one, known.get(one, topology) or estimated(one, topology)))
+        except Refused as error:
+            refusals.append(error)
+            say(f"left out: {label(one)}: {error}")
+    if refusals and not found:
+        raise refusals[0]
+    return found
 
 
 def picked(
