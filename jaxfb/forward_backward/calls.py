@@ -54,7 +54,7 @@ def _moved(leaf: Any, target: NamedSharding) -> jax.Array:
 def run(resolved, forward_only, params, microbatches, keys, grad_scale, weights) -> ForwardBackwardOutput:
     """Returns the output of a whole update."""
     model, plan, complete = resolved.model, resolved.plan, params
-    _check_padding(resolved, params, microbatches, keys)
+    _check_padding(resolved, forward_only, params, microbatches, keys)
     if counts_before(model):
         with jax.named_scope("count"):
             metrics = one_pass(resolved, True, params, microbatches, keys, 1.0, None).metrics
@@ -67,15 +67,16 @@ def run(resolved, forward_only, params, microbatches, keys, grad_scale, weights)
     return replace(out, grads=restrict_to(pruned(resolved.options.trainable, params), out.grads))
 
 
-def _check_padding(resolved, params, microbatches, keys) -> None:
+def _check_padding(resolved, forward_only, params, microbatches, keys) -> None:
     plan = resolved.plan
     if plan.padding_rows or (plan.remainder == "pad" and is_arranged(microbatches)):
-        check_padding(as_loss_fn(resolved.model), resolved.shapes(params), microbatches, keys)
+        shapes, loss_fn = resolved.shapes(params), as_loss_fn(resolved.model)
+        check_padding(loss_fn, shapes, microbatches, keys, forward_only=forward_only)
 
 
 def add(resolved, forward_only, params, microbatches, keys, grad_scale, weights, sums) -> tuple:
     """Returns (the output of a part of an update, each device's `sums` with its gradients added)."""
-    _check_padding(resolved, params, microbatches, keys)
+    _check_padding(resolved, forward_only, params, microbatches, keys)
     program = SpmdProgram(resolved, forward_only, of_part=True)
     sums, *results = program.add(params, microbatches, keys, grad_scale, weights, sums)
     return _output(resolved, None, *results), sums

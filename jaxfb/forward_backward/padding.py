@@ -26,6 +26,7 @@ def check_padding(
     microbatches: PyTree,
     keys: jax.Array | None,
     otherwise: str = 'remainder="drop" or "error"',
+    forward_only: bool = False,
 ) -> None:
     """Checks that rows of zeros count nothing, on a microbatch of them alone.
 
@@ -36,6 +37,7 @@ def check_padding(
     Args:
       params, microbatches, keys: arrays or shapes; no value is read.
       otherwise: what to use where the rows of zeros cannot be masked.
+      forward_only: whether no gradient is computed, so that none can be NaN.
 
     Raises:
       ValueError: a weight or a total of such rows is not 0, though the term's total reads the microbatch.
@@ -52,11 +54,7 @@ def check_padding(
         if reads_microbatch(traced, name):
             for part in ("weight", "total"):
                 _check_term(name, part, blank.of(getattr(term, part)), otherwise)
-    totals = {name: term.total for name, term in traced.places.terms.items()}
-    spoilt = blank.spoils(*totals.values()) and [
-        name for name in sorted(totals) if blank.spoils(totals[name])
-    ]
-    if spoilt:
+    if not forward_only and (spoilt := _spoilt(traced, blank)):
         warnings.warn(
             f"the plan fills microbatches up with rows of zeros, whose gradient of {', '.join(spoilt)} is NaN or "
             f"infinite, although they count nothing; {_WHERE}, or use {otherwise}",
@@ -69,6 +67,14 @@ def check_padding(
             f"count{'s' * (len(counting) == 1)} them; {_MASK}, or use {otherwise}",
             stacklevel=2,
         )
+
+
+def _spoilt(traced: Traced, blank: _Blank) -> list[str]:
+    """Returns the terms whose gradients rows of zeros spoil; one program shows it for all where they spoil none."""
+    totals = {name: term.total for name, term in sorted(traced.places.terms.items())}
+    if not blank.spoils(*totals.values()):
+        return []
+    return [name for name, total in totals.items() if blank.spoils(total)]
 
 
 _MASK = "count with a mask that is 0 there, such as Sum(jnp.where(mask > 0, loss, 0).sum(), mask.sum())"

@@ -288,18 +288,20 @@ def test_gradients_that_only_rows_of_zeros_spoil_get_a_warning():
     batch = {"x": 1 + X[:3] ** 2, "mask": np.ones(3)}
     plan = BatchPlan(rows=3, rows_per_microbatch=2, remainder="pad")
 
-    def tried(of_row):
+    def tried(of_row, **how):
         def loss(params, microbatch, keys):
             mask = microbatch["mask"]
             return Sum(jnp.where(mask > 0, of_row(params, microbatch["x"], mask), 0).sum(), mask.sum())
 
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            out = get_forward_backward_func()(loss, {"w": -jnp.ones(3)}, batch, plan)
-        return bool(jnp.isfinite(out.grads["w"]).all()), [str(one.message) for one in caught]
+            out = get_forward_backward_func()(loss, {"w": -jnp.ones(3)}, batch, plan, **how)
+        finite = out.grads is not None and bool(jnp.isfinite(out.grads["w"]).all())
+        return finite, [str(one.message) for one in caught]
 
     finite, said = tried(lambda params, x, mask: jnp.linalg.norm(x * params["w"], axis=1))
     assert not finite and len(said) == 1 and "gradient of loss is NaN or infinite" in said[0]
+    assert not tried(lambda params, x, mask: jnp.linalg.norm(x * params["w"], axis=1), forward_only=True)[1]
     finite, said = tried(lambda params, x, mask: x @ jnp.sqrt(params["w"]))
     assert not finite and not said  # of other rows too
     finite, said = tried(
