@@ -90,7 +90,7 @@ def described(schedule: Schedule, costs: Mapping[str, float]) -> str:
         "time": f"{result.time:g}; {result.ideal_time:g} if no device ever idled",
         "bubble": f"{result.bubble_fraction:.1%} of the time",
         "peak live activations": f"{' '.join(map(str, peaks))} ({chunks}, by device)",
-        "memory": f"what {most:g} microbatches leave in the layers of a device, on every device",
+        "memory": f"what {_counted(most)} in the layers of a device, on every device",
     }
     if caches := schedule.slots.most("cache"):
         rows["keys and values"] = (
@@ -98,6 +98,10 @@ def described(schedule: Schedule, costs: Mapping[str, float]) -> str:
         )
     width = max(map(len, rows))
     return "\n".join([schedule.render(), "", *(f"{name:<{width}}  {text}" for name, text in rows.items())])
+
+
+def _counted(microbatches: float) -> str:
+    return "1 microbatch leaves" if microbatches == 1 else f"{microbatches:g} microbatches leave"
 
 
 def written(
