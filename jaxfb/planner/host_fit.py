@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxfb.config import Config, DPOConfig, SFTConfig, load_config, starter_names
 from jaxfb.models.config import num_params
@@ -22,9 +23,9 @@ from jaxfb.planner.verdict import Verdict, estimated
 from jaxfb.platforms.machine_memory import free_memory, free_swap, host_memory
 from jaxfb.refusal import Refused
 
-TEMPORARIES = 1.2
-"""Times the formula's temporaries that a step needs on CPUs at the least: it has two bytes for most numbers, and there
-most have four. Configs that were compiled for CPUs needed 1.24 to 2.0 times as much."""
+LEAST = 0.6
+"""Times the formula's temporaries that a step in float32 needs on CPUs at the least: quickstart with each remat, mesh8
+and moe took 0.64 to 1.0 times as much when they were compiled. Numbers of two bytes have four there."""
 ELSEWHERE = "another machine: `jaxfb plan` computes what fits where"
 FEWER_ROWS = "use fewer rows in a microbatch"
 
@@ -91,10 +92,16 @@ def _fitting_beside(config: Any, temporaries: float, free: float) -> str:
     return FEWER_ROWS
 
 
-def _needed(config: Planned, topology: Topology, times: float = TEMPORARIES) -> float | None:
+def least_times(config: Planned) -> float:
+    """Returns how many times the formula's temporaries a step of the config needs on CPUs at the least."""
+    return LEAST * max(1.0, 4 / jnp.dtype(config.precision.compute_dtype).itemsize)
+
+
+def _needed(config: Planned, topology: Topology, times: float | None = None) -> float | None:
     """Returns the bytes that the devices of this process need; None for what the command itself refuses."""
     with suppress(ValueError):
-        return jax.local_device_count() * _of_device(estimated(config, topology), times)
+        least = least_times(config) if times is None else times
+        return jax.local_device_count() * _of_device(estimated(config, topology), least)
     return None
 
 
@@ -103,13 +110,14 @@ def _of_device(verdict: Verdict, times: float) -> float:
     return counted.arguments + times * counted.temporaries + sum(verdict.kept.values())
 
 
-def _fitting(config: Planned, topology: Topology, memory: float, times: float = TEMPORARIES) -> str:
+def _fitting(config: Planned, topology: Topology, memory: float, times: float | None = None) -> str:
     """Returns what to do: the change with which the config fits, or the largest starter config that does.
 
-    times: the formula's temporaries that are needed.
+    times: the formula's temporaries that are needed; None for the least.
     """
+    counted = least_times(config) if times is None else times
     for change, verdict in changes(config, topology):
-        if jax.local_device_count() * _of_device(verdict, times) < memory:
+        if jax.local_device_count() * _of_device(verdict, counted) < memory:
             return f"use {' '.join(change)}"
     smaller = _smaller_starters(config) if isinstance(config, Config) else ()
     for name, one in smaller:

@@ -19,6 +19,7 @@ from jaxfb.refusal import Refused
 H100 = [SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")] * 8
 BIG = "model.vocab_size=384 model.hidden_size=1024 model.mlp_size=4096 model.num_layers=8 data.sequence_length=2048"
 BIG = [*BIG.split(), "batch.rows=512", "batch.rows_per_microbatch=64"]
+BFLOAT16 = "precision.compute_dtype=bfloat16"
 
 
 def test_devices_are_known_by_their_kind():
@@ -46,7 +47,9 @@ def test_three_changes_are_proposed_that_fit_by_the_same_formula(tmp_path):
 
 
 def test_half_a_layer_ahead_is_proposed_where_a_whole_one_is_gathered(tmp_path):
-    config = load_config(write_tiny(tmp_path, mesh={"data": 1, "fsdp": 8}), [*BIG, "model.mlp_size=16384"])
+    config = load_config(
+        write_tiny(tmp_path, mesh={"data": 1, "fsdp": 8}), [*BIG, "model.mlp_size=16384", BFLOAT16]
+    )
     topology = topology_of(H100)
     proposed = {" ".join(change): verdict.needed for change, verdict in too_large.changes(config, topology)}
     weights, gradients = (3 * 1024 * 16384 * size for size in (2, 4))
