@@ -42,8 +42,8 @@ def batch():
 def loss(params, microbatch, rng):
     """Takes any parameters and any rows."""
     leaves = jax.tree.leaves(microbatch)
-    numbers = sum(jnp.sum(leaf) for leaf in (*leaves, *jax.tree.leaves(params)))
-    return Sum(numbers.astype(float), float(leaves[0].shape[0]))
+    of_rows, of_params = (sum(map(jnp.sum, found)) for found in (leaves, jax.tree.leaves(params)))
+    return Sum(jnp.asarray(of_rows * of_params, float), float(leaves[0].shape[0]))
 
 
 def embed(outer, microbatch, rng):
