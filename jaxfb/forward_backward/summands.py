@@ -87,7 +87,7 @@ class _Walk:
     def _of_scan(self, eqn: Any, values: list[Summands]) -> list[Summands]:
         """Returns a loop's results; summands of a number that each turn returns stay apart, such as of each layer."""
         whole = self._as_one(eqn, values)
-        constants, carried, body = (eqn.params[name] for name in ("num_consts", "num_carry", "jaxpr"))
+        constants, carried, body = _parts_of_scan(eqn)
         carries = whole[:carried]
         given: list[Summands] = [(self._joined("scan", each),) for each in values]
         given[constants : constants + carried] = carries
@@ -121,6 +121,22 @@ class _Walk:
 
     def _few(self, found: Summands) -> Summands:
         return found if len(found) <= MOST else (self._joined("many", found),)
+
+
+def _parts_of_scan(eqn: Any) -> tuple[int, int, ClosedJaxpr]:
+    """Returns how many inputs of a loop are the same for each turn, how many are carried, and the program of a turn.
+
+    By dimensions, since versions of JAX name the numbers differently: what is not carried has one more outside.
+    """
+    body = eqn.params["jaxpr"]
+    inner = body.jaxpr if isinstance(body, ClosedJaxpr) else body
+    carried = len(eqn.outvars) - _further(eqn.outvars, inner.outvars)
+    constants = len(eqn.invars) - carried - _further(eqn.invars, inner.invars)
+    return constants, carried, body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, ())
+
+
+def _further(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+    return sum(len(out.aval.shape) > len(one.aval.shape) for out, one in zip(outside, inside, strict=True))
 
 
 def _of_constant(value: Any) -> Summands:
