@@ -26,8 +26,10 @@ def refuses(monkeypatch, refused):
 
 
 def test_under_zero_2_no_pipeline_is_proposed():
-    found = search(of("optimizer.sharding=gradients"), CHIPS, layouts=12, compiled=0)
+    said = []
+    found = search(of("optimizer.sharding=gradients"), CHIPS, layouts=12, compiled=0, say=said.append)
     assert len(found) > 3 and all(one.config.mesh.pipe == 1 for one in found)
+    assert not any(line.startswith("left out: ") for line in said), "they are not even tried"
 
 
 def test_layouts_in_which_an_option_is_refused_are_left_out(monkeypatch):
