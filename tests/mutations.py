@@ -184,8 +184,8 @@ MUTATIONS = (
     Mutation(
         "pieces_count_a_constant_weight_of_a_metric",
         "forward_backward/pieces.py",
-        "return bool(np.any(value != 0)) and",
-        "return False and",
+        "adds_one = is_constant(piece, whole, place, of_whole) and",
+        "adds_one = False and",
         "forward_backward/test_pieces.py::test_a_metric_that_each_piece_would_count_is_refused",
     ),
     Mutation(

@@ -9,8 +9,8 @@ from typing import Any
 
 from etils import epath
 
-from jaxfb.checkpoint.obstacles import chain
 from jaxfb.checkpoint.record import RECORD
+from jaxfb.process.os_errors import chain
 from jaxfb.refusal import StorageError
 
 _CUT = "is cut short or unreadable"

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from etils import epath
 
+from jaxfb.process.os_errors import chain
 from jaxfb.refusal import StorageError
 
 _NAMES = "EACCES EPERM EMFILE ENFILE ENOMEM ESTALE ETIMEDOUT ENOTCONN EHOSTDOWN EHOSTUNREACH"
@@ -22,13 +23,6 @@ _OF_TENSORSTORE = re.compile(r"os_error_code='(\d+)'")
 
 class Unreadable(StorageError):
     """A checkpoint that cannot be read now, of which no damage is known; the message is a whole sentence."""
-
-
-def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yields an error and its causes."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def number_of(error: BaseException) -> int | None:

@@ -14,8 +14,9 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
+from functools import partial as partial_of
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,7 +37,7 @@ from jaxfb.checkpoint.manifest import (
     sealed,
     shapes_of,
 )
-from jaxfb.checkpoint.obstacles import Unreadable, chain, number_of, unreadable
+from jaxfb.checkpoint.obstacles import Unreadable, number_of, unreadable
 from jaxfb.checkpoint.record import RECORD, context
 from jaxfb.checkpoint.step_directories import DAMAGED_SUFFIX, remove_unfinished, steps_in, unused
 from jaxfb.checkpoint.stored_parts import StoredArrays
@@ -44,6 +45,7 @@ from jaxfb.checkpoint.together import NOT_OF_A_FILE, gathered, read_by_all
 from jaxfb.checkpoint.write_errors import WriteErrors, wait_for
 from jaxfb.parallel.totals import checksums
 from jaxfb.process.fault_points import reach, watch_renames
+from jaxfb.process.os_errors import chain
 from jaxfb.refusal import INT64, Missing, Refused, StorageError, boolean, instance, integer, refuse
 from jaxfb.update.pipeline_state import as_saved
 
@@ -331,23 +333,11 @@ class CheckpointStore:
     def _load(self, step: int, abstract_state: Any, partial: bool) -> tuple[Any, dict]:
         """Returns state and host values of a step that every process can read; none has it if one cannot."""
         path = self.directory / str(step)
-        record, loaded = read_by_all(
-            lambda: self._read_or_tell(step, abstract_state, partial), step, lambda error: damage(path, error)
-        )
+        read = _unless_prevented(path)(partial_of(self._read, step, abstract_state, partial))
+        record, loaded = read_by_all(read, step, lambda error: damage(path, error))
         check_sums(record.get("sums", {}), loaded, step)
         state = jax.tree.unflatten(jax.tree.structure(abstract_state), list(loaded.values()))
         return state, record["host"]
-
-    def _read_or_tell(self, step: int, abstract_state: Any, partial: bool) -> tuple[dict, dict[str, Any]]:
-        """Returns what `_read` does; raises Unreadable where this process may not read what is there."""
-        try:
-            return self._read(step, abstract_state, partial)
-        except (*NOT_OF_A_FILE, Mismatch):
-            raise
-        except Exception as error:
-            if told := unreadable(self.directory / str(step), error):
-                raise told from error
-            raise
 
     def _read(self, step: int, abstract_state: Any, partial: bool) -> tuple[dict, dict[str, Any]]:
         """Returns the record of a step, and its arrays by name; this process alone reads, and waits for no other."""
@@ -362,23 +352,15 @@ class CheckpointStore:
 
     def _record(self, step: int) -> dict:
         # Read as a file: Orbax's reading is a collective, and one process may look at steps alone.
-        record = self._read_record(self.directory / str(step))
+        path = self.directory / str(step)
+        with _unless_prevented(path):
+            record = json.loads((path / RECORD / "data.json").read_text())
         _refuse_newer(record, f"step {step} of {self.directory}")
         if not isinstance(record, dict) or record.get("format") not in (FORMAT, WITHOUT_SUMS):
-            raise StorageError(
-                f"{self.directory / str(step)} contains no jaxfb checkpoint of format {FORMAT}"
-            )
+            raise StorageError(f"{path} contains no jaxfb checkpoint of format {FORMAT}")
         if record["format"] == FORMAT and record != sealed(record):
-            raise StorageError(f"the record of {self.directory / str(step)} is not the one that was written")
+            raise StorageError(f"the record of {path} is not the one that was written")
         return record
-
-    def _read_record(self, path: epath.Path) -> Any:
-        try:
-            return json.loads((path / RECORD / "data.json").read_text())
-        except OSError as error:
-            if told := unreadable(path, error):
-                raise told from error
-            raise
 
     def _is_complete(self, step: int) -> bool:
         try:
@@ -421,6 +403,19 @@ def _begun_save(
         record.set_exception(error)
         raise
     return pending
+
+
+@contextlib.contextmanager
+def _unless_prevented(checkpoint: epath.Path) -> Iterator[None]:
+    """Raises Unreadable in place of an error whose cause is that this process may not read the checkpoint."""
+    try:
+        yield
+    except (*NOT_OF_A_FILE, Mismatch):
+        raise
+    except Exception as error:
+        if told := unreadable(checkpoint, error):
+            raise told from error
+        raise
 
 
 def _refuse_newer(record: Any, where: str) -> None:

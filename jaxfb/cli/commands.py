@@ -27,6 +27,7 @@ from jaxfb.cli.keys import as_typed
 from jaxfb.cli.memory import lacks_memory
 from jaxfb.cli.options import POST_TRAINING, parse
 from jaxfb.process.exit_codes import DONE, FAILED, REFUSED, RESUMABLE, UNWRITTEN, code_of
+from jaxfb.process.os_errors import chain
 from jaxfb.refusal import Refused
 
 # After so many new objects Python looks for cycles among them. Its own number, 700, takes 0.8 s of the 10 s of
@@ -92,13 +93,10 @@ def _explained_by_system(error: OSError, options: argparse.Namespace) -> int | N
     return REFUSED if is_of_a_given_path(error, options) else UNWRITTEN
 
 
-def _more_files(error: BaseException | None) -> str:
+def _more_files(error: BaseException) -> str:
     """Returns what to do where an error, or one that it follows from, is that too many files are open."""
-    while error is not None:
-        if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
-            return "; allow more open files: ulimit -n 4096"
-        error = error.__cause__ or error.__context__
-    return ""
+    too_many = any(getattr(one, "errno", None) in (errno.EMFILE, errno.ENFILE) for one in chain(error))
+    return "; allow more open files: ulimit -n 4096" * too_many
 
 
 def _place_of(error: Exception) -> str:

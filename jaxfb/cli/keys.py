@@ -32,7 +32,7 @@ def as_typed(sentence: str, options) -> str:
 
 def _keys(sentence: str) -> dict[str, str]:
     """Returns the key of each argument; none of a section whose name the sentence begins with."""
-    from jaxfb.config.schema import fields_of
+    from jaxfb.config.fields import fields_of
     from jaxfb.config.sections import MeshConfig, ParallelConfig
 
     found = dict(KEYS)

@@ -15,18 +15,13 @@ from typing import Any
 import yaml
 
 from jaxfb.config.custom import CustomConfig
+from jaxfb.config.fields import fields_of, sections_of
+from jaxfb.config.names import ALIASES
 from jaxfb.config.post_training import COMMANDS, KINDS
 from jaxfb.config.root import Config
-from jaxfb.config.schema import (
-    ALIASES,
-    ConfigError,
-    build,
-    fields_of,
-    sections_of,
-    unknown_key,
-    without_aliases,
-)
+from jaxfb.config.schema import ConfigError, build, without_aliases
 from jaxfb.config.starter import runnable_starter, starter_names
+from jaxfb.config.suggestions import unknown_key
 from jaxfb.pretrained.repository import download_hint
 from jaxfb.refusal import Missing, choice, instance, is_several, refuse, shown
 from jaxfb.registry import load_plugins

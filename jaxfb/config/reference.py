@@ -7,9 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from jaxfb.config.post_training import COMMANDS
-from jaxfb.config.root import Config
-from jaxfb.config.schema import (
+from jaxfb.config.fields import (
     alternatives,
     fields_of,
     fields_taken,
@@ -19,6 +17,8 @@ from jaxfb.config.schema import (
     section_of,
     sections_of,
 )
+from jaxfb.config.post_training import COMMANDS
+from jaxfb.config.root import Config
 from jaxfb.config.show import as_yaml
 from jaxfb.described import described_fields, introduction
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
+from jaxfb.config.fields import fields_taken, key_of
 from jaxfb.config.post_training import COMMANDS
-from jaxfb.config.schema import fields_taken, key_of
 
 
 def config_to_dict(config: Any) -> dict[str, Any]:

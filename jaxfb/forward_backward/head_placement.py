@@ -319,7 +319,7 @@ def _my_rows(leaf: jax.Array) -> jax.Array:
 
 def _check_sum(name: str, kind: type, share: Traced, whole: Traced, place: int) -> None:
     """Raises ValueError for a sum over rows to which something is added that reads none."""
-    if kind is Sum and reads_none(share, whole, place, [True] * (share.num_inputs - share.num_params)):
+    if kind is Sum and reads_none(share, whole, place):
         raise Refused(
             f'head_placement="rows" needs sums over rows, but {name!r} adds something that reads no row, such as '
             'a penalty on parameters, which each stage would count; use head_placement="last", or make it another '

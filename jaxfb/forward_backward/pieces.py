@@ -10,7 +10,7 @@ from jax import lax
 
 from jaxfb.forward_backward.loss import as_loss_output
 from jaxfb.forward_backward.reduce import of_all
-from jaxfb.forward_backward.traced import Traced, constant, reads_none
+from jaxfb.forward_backward.traced import Traced, constant, is_constant, reads_none
 from jaxfb.refusal import Refused
 from jaxfb.types import LossOutput, PyTree, Sum
 
@@ -80,16 +80,9 @@ def check_terms(head: Callable, outer: PyTree, hidden: PyTree, inputs: PyTree, n
     for name, metric in piece.places.metrics.items():
         both = zip(*(jax.tree.leaves(one.places.metrics[name]) for one in (piece, whole)), strict=True)
         for place, of_whole in both if isinstance(metric, Sum) else ():
-            if reads_none(piece, whole, place, tokens) or _is_constant(piece, whole, place, of_whole):
+            adds_one = is_constant(piece, whole, place, of_whole) and np.any(constant(piece, place) != 0)
+            if adds_one or reads_none(piece, whole, place, tokens):
                 raise _counted_by_each("metric", name, num_pieces)
-
-
-def _is_constant(piece: Traced, whole: Traced, place: int, of_whole: int) -> bool:
-    """Returns whether a result is the same number, and not 0, for a piece and for whole sequences."""
-    if any(map(any, piece.reads(place))):
-        return False
-    value = constant(piece, place)
-    return bool(np.any(value != 0)) and np.array_equal(value, constant(whole, of_whole))
 
 
 def _counted_by_each(kind: str, name: str, num_pieces: int) -> Refused:

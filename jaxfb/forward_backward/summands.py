@@ -143,12 +143,10 @@ def _of_constant(value: Any) -> Summands:
     array = np.asarray(value) if getattr(value, "dtype", np.dtype(float)).kind != "V" else None
     if array is not None and array.shape == () and array == 0:
         return ()
-    text = (
-        "array"
-        if array is None
-        else _digest(str(array.shape), str(array.dtype), array.tobytes().hex()[:4096])
-    )
-    return (Summand(frozenset(), text),)
+    if array is None:
+        return (Summand(frozenset(), "keys"),)
+    numbers = hashlib.sha1(array.tobytes()).hexdigest()
+    return (Summand(frozenset(), _digest(str(array.shape), str(array.dtype), numbers)),)
 
 
 def _distinct(found: Iterable[Summand]) -> Summands:

@@ -81,12 +81,12 @@ class Traced:
         used = self._cut(places)[1]
         return used[: self.num_params], used[self.num_params :]
 
-    def summands(self, places: PyTree, is_data: Sequence[bool]) -> PyTree:
+    def summands(self, places: PyTree, is_data: Sequence[bool] | None = None) -> PyTree:
         """Returns what each of these results adds up, in place of the result.
 
-        is_data: for each leaf of (microbatch, rng), whether it is data of which a total may be the sum.
+        is_data: for each leaf of (microbatch, rng), whether it is data of which a total may be the sum; None: all are.
         """
-        key = tuple(is_data)
+        key = self._data(is_data)
         if key not in self._summands:
             self._summands[key] = summands(self._program, [*[False] * self.num_params, *key])
         return jax.tree.map(lambda place: self._summands[key][place], places)
@@ -121,6 +121,13 @@ class Traced:
 
         return call
 
+    def data(self, is_data: Sequence[bool] | None) -> set[int]:
+        """Returns the numbers of the inputs that are data."""
+        return {self.num_params + number for number, one in enumerate(self._data(is_data)) if one}
+
+    def _data(self, is_data: Sequence[bool] | None) -> tuple[bool, ...]:
+        return (True,) * (self.num_inputs - self.num_params) if is_data is None else tuple(is_data)
+
     def sample(self, place: int) -> np.ndarray | None:
         """Returns a result for random numbers as inputs; None where they are many, or keys."""
         program, _ = self._cut([place])
@@ -138,14 +145,14 @@ class Traced:
 
 
 def reads_none(
-    one: Traced, more: Traced, place: int, is_data: Sequence[bool], axis: str | None = None
+    one: Traced, more: Traced, place: int, is_data: Sequence[bool] | None = None, axis: str | None = None
 ) -> list[Summand]:
     """Returns the summands of a result that read parameters, or other inputs, but no data, and do not grow with them.
 
     one, more: the same function traced for data of two sizes, which makes different programs of what grows.
-    axis: of the mesh; what communicates along it reads data too.
+    is_data: as for `Traced.summands`. axis: of the mesh; what communicates along it reads data too.
     """
-    numbers = {axis, *(one.num_params + number for number, data in enumerate(is_data) if data)}
+    numbers = {axis, *one.data(is_data)}
     other = {summand.text for summand in more.summands(place, is_data)}
     return [
         summand
@@ -158,3 +165,13 @@ def constant(traced: Traced, place: int) -> np.ndarray:
     """Returns a result of a traced function that depends on none of its inputs."""
     with jax.ensure_compile_time_eval():
         return np.asarray(traced.function(place)(None, None, None)[0])
+
+
+def is_constant(one: Traced, more: Traced, place: int | None, of_more: int | None) -> bool:
+    """Returns whether a result depends on none of the inputs and is the same for data of two sizes; not so None.
+
+    place, of_more: of the result in each of the two.
+    """
+    if place is None or of_more is None or any(map(any, one.reads(place))):
+        return False
+    return np.array_equal(constant(one, place), constant(more, of_more))

@@ -15,7 +15,7 @@ from jax import lax
 
 from jaxfb.forward_backward.over_context import OverContext
 from jaxfb.forward_backward.reduce import reduce_records
-from jaxfb.forward_backward.traced import Traced, constant, reads_none
+from jaxfb.forward_backward.traced import Traced, is_constant, reads_none
 from jaxfb.mesh import EXPERT
 from jaxfb.parallel.annotations import check_statistics
 from jaxfb.refusal import Refused
@@ -94,8 +94,8 @@ def check_sums(traced: Traced, more: Callable[[], Traced | None], params: PyTree
         return
     for name in suspects:
         term, of_larger = traced.places.terms[name], larger.places.terms[name]
-        found = reads_none(traced, larger, term.total, _all_data(traced))
-        if found and not _is_constant(traced, larger, term.weight, of_larger.weight):
+        found = reads_none(traced, larger, term.total)
+        if found and not is_constant(traced, larger, term.weight, of_larger.weight):
             raise Refused(
                 f"term {name!r} adds up something that reads no row, such as a penalty on "
                 f"params{_path(params, found[0].reads)}, so it would be counted once for each of the {num_parts} "
@@ -112,7 +112,7 @@ def check_experts(traced: Traced, params: PyTree, is_cut: Sequence[bool]) -> Non
     experts = {number for number, cut in enumerate(is_cut) if cut}
     given = [*traced.places.terms.items(), *traced.places.metrics.items()] if experts else ()
     for name, result in given:
-        for summand in traced.summands(result.total, _all_data(traced)) if isinstance(result, Sum) else ():
+        for summand in traced.summands(result.total) if isinstance(result, Sum) else ():
             own = experts & summand.reads
             if own and EXPERT not in summand.reads:
                 raise Refused(
@@ -128,25 +128,13 @@ def _adding_parameters_alone(traced: Traced) -> list[str]:
     return [
         name
         for name, term in traced.places.terms.items()
-        if any(one.reads and one.reads <= numbers for one in traced.summands(term.total, _all_data(traced)))
+        if any(one.reads and one.reads <= numbers for one in traced.summands(term.total))
     ]
-
-
-def _all_data(traced: Traced) -> list[bool]:
-    """Returns that every leaf of (microbatch, rng) is data of rows."""
-    return [True] * (traced.num_inputs - traced.num_params)
 
 
 def _path(params: PyTree, reads: Set) -> str:
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     return paths[min(reads)]
-
-
-def _is_constant(one: Traced, more: Traced, place: int | None, of_more: int | None) -> bool:
-    """Returns whether a weight is one number, whatever the rows and how many they are."""
-    if place is None or of_more is None or any(one.reads(place)[1]):
-        return False
-    return constant(one, place) == constant(more, of_more)
 
 
 def check_given(given: dict | None, traced: Traced) -> None:

@@ -101,10 +101,10 @@ class JsonlWriter:
             _replace(self.path, self._file.readall().decode())
         before, self._file = self._file, self._opened()
         before.close()
-        what = (
-            "removed; it is written again, with all" if was_removed else "replaced; the new one gets further"
-        )
-        self._say(f"[log] {self.path} was {what} records")
+        if was_removed:
+            self._say(f"[log] {self.path} was removed; it is written again, with all records")
+        else:
+            self._say(f"[log] {self.path} was replaced; further records go to the new file")
 
     def _append(self, line: bytes) -> None:
         while line:

@@ -23,7 +23,7 @@ from jaxfb.planner.topology import Topology
 from jaxfb.recomputation import remat_parts
 from jaxfb.schedules import Kind, Schedule, default_name, kind_of, make
 from jaxfb.trainable import parted, pruned
-from jaxfb.training.from_config.dtypes import param_dtype
+from jaxfb.training.from_config.dtypes import AnyConfig, param_dtype
 from jaxfb.training.from_config.optimizer import optimizer_of_any_length
 from jaxfb.types import outer_params
 
@@ -244,7 +244,7 @@ def stored_bytes(config: Config) -> int:
     return jnp.dtype(param_dtype(config)).itemsize
 
 
-def computed_bytes(config: Config) -> int:
+def computed_bytes(config: AnyConfig) -> int:
     """Returns the bytes of a number that a layer computes with: of gathered weights and of activations."""
     return jnp.dtype(config.precision.compute_dtype).itemsize
 

@@ -110,10 +110,8 @@ def working_bytes(config: Config, sizes: TransformerConfig, topology: Topology) 
     if share == 1 and _overwrites_gradients(config, kind):
         late = 1 + held_experts(config, sizes) / layers  # experts' gradients are not overwritten
     if reduces_beside(config, topology) and not gathers:
-        waiting, late = (
-            summed_bytes(config),
-            2,
-        )  # of a layer and the one behind it, with those of the other microbatches added
+        # of a layer and the one behind it, with those of the other microbatches added
+        waiting, late = summed_bytes(config), 2
     of_layer = waiting * gradient * late + _layer_work_bytes(config, sizes, topology)
     of_head = min(_head_gradient_bytes(config, sizes), summed_bytes(config) * trained_outer) + _logit_bytes(
         config, sizes

@@ -12,10 +12,10 @@ from contextlib import suppress
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxfb.config import Config, DPOConfig, SFTConfig, load_config, starter_names
 from jaxfb.models.config import num_params
+from jaxfb.planner.counts import computed_bytes
 from jaxfb.planner.job import model_sizes
 from jaxfb.planner.too_large import SPARE, Planned, changes
 from jaxfb.planner.topology import Topology, topology_of
@@ -94,7 +94,7 @@ def _fitting_beside(config: Any, temporaries: float, free: float) -> str:
 
 def least_times(config: Planned) -> float:
     """Returns how many times the formula's temporaries a step of the config needs on CPUs at the least."""
-    return LEAST * max(1.0, 4 / jnp.dtype(config.precision.compute_dtype).itemsize)
+    return LEAST * max(1.0, 4 / computed_bytes(config))
 
 
 def _needed(config: Planned, topology: Topology, times: float | None = None) -> float | None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import errno
-
+from jaxfb.process.os_errors import OF_THE_DISK
 from jaxfb.refusal import Refused, StorageError
 
 DONE = 0
@@ -20,30 +19,6 @@ GAVE_UP = 78
 """Updates stayed non-finite, or spikes kept coming."""
 FAULTY = 79
 """A device computes wrongly."""
-
-# What a disk, its permissions or a path that is not there refuse: a sentence with the path is enough.
-OF_THE_DISK = frozenset(
-    getattr(errno, name)
-    for name in (
-        "ENOSPC",
-        "EDQUOT",
-        "EROFS",
-        "EACCES",
-        "EPERM",
-        "EIO",
-        "EFBIG",
-        "ESTALE",
-        "ELOOP",
-        "ENAMETOOLONG",
-        "ENOENT",
-        "EEXIST",
-        "ENOTDIR",
-        "EISDIR",
-        "EMFILE",
-        "ENFILE",
-    )
-    if hasattr(errno, name)
-)
 
 
 def code_of(error: BaseException) -> int:

@@ -14,10 +14,11 @@ import pytest
 
 from jaxfb import BatchPlan, get_forward_backward_func, make_train_step, schedules
 from jaxfb.config import ConfigError, config_from_dict, config_to_dict, load_config, save_yaml, table
+from jaxfb.config.fields import all_keys
 from jaxfb.config.load import _parse
+from jaxfb.config.names import ALIASES, POLICY_SYNONYMS, SYNONYMS
 from jaxfb.config.post_training import COMMANDS, RLConfig
 from jaxfb.config.root import Config
-from jaxfb.config.schema import ALIASES, POLICY_SYNONYMS, SYNONYMS, all_keys
 from jaxfb.config.sections import BatchConfig, LearningRateConfig, OptimizerConfig, ParallelConfig
 from jaxfb.shared_options import LayoutOptions, PrecisionOptions
 

@@ -15,8 +15,15 @@ import warnings
 
 import jaxfb
 from jaxfb.config import config_from_dict, config_to_dict
+from jaxfb.config.fields import (
+    fields_of,
+    listed_section,
+    named_sections,
+    options_of,
+    registries_of,
+    sections_of,
+)
 from jaxfb.config.load import _parse, kind_of
-from jaxfb.config.schema import _options, _registries, fields_of, listed_section, named_sections, sections_of
 from jaxfb.config.starter import starter_text
 from jaxfb.planner import parse_topology
 from jaxfb.planner.verdict import estimated
@@ -69,8 +76,8 @@ def keys(cls, prefix=()):
 
 def drawn(hint, rng):
     """Returns a value of a type: mostly a small one that could be legal."""
-    option = rng.choice([one for one in _options(hint) if one is not type(None)] or [type(None)])
-    if registries := list(_registries(option)):
+    option = rng.choice([one for one in options_of(hint) if one is not type(None)] or [type(None)])
+    if registries := list(registries_of(option)):
         return rng.choice(list(registries[0].names))
     if typing.get_origin(option) is typing.Literal:
         return rng.choice(typing.get_args(option))

@@ -14,8 +14,8 @@ import jaxfb
 from jaxfb.callbacks import HOOKS, combine
 from jaxfb.checkpoint.store import CheckpointStore
 from jaxfb.config import config_from_dict, config_to_dict
+from jaxfb.config.fields import all_keys
 from jaxfb.config.load import kind_of
-from jaxfb.config.schema import all_keys
 
 STARTERS = ("quickstart", "moe", "sft", "dpo", "grpo_arithmetic", "ppo_arithmetic")
 STATE = {"w": jnp.ones(3)}

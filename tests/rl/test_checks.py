@@ -9,9 +9,9 @@ import pytest
 
 from jaxfb.batch_plan import PlanError
 from jaxfb.config import config_from_dict, config_to_dict
+from jaxfb.config.fields import all_keys
 from jaxfb.config.policy import PolicyKL, RewardKL
 from jaxfb.config.post_training import PlansConfig, RLConfig, SFTConfig
-from jaxfb.config.schema import all_keys
 from jaxfb.losses.kl import KL_ESTIMATORS
 from jaxfb.rl.advice import changed, planned
 from jaxfb.rl.policy import _rollout_plan, make_policy_work

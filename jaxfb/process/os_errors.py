@@ -1,0 +1,37 @@
+"""Reads errors of the operating system: which of them a disk explains, and what caused an error."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+
+# What a disk, its permissions or a path that is not there refuse: a sentence with the path is enough.
+OF_THE_DISK = frozenset(
+    getattr(errno, name)
+    for name in (
+        "ENOSPC",
+        "EDQUOT",
+        "EROFS",
+        "EACCES",
+        "EPERM",
+        "EIO",
+        "EFBIG",
+        "ESTALE",
+        "ELOOP",
+        "ENAMETOOLONG",
+        "ENOENT",
+        "EEXIST",
+        "ENOTDIR",
+        "EISDIR",
+        "EMFILE",
+        "ENFILE",
+    )
+    if hasattr(errno, name)
+)
+
+
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yields an error and its causes, the latest first."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
