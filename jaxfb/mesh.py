@@ -50,7 +50,7 @@ def make_mesh(
     use only some of the devices must still divide their number; the first devices are taken.
 
     Raises:
-      ValueError: a size is not a positive int, two are -1, or the sizes do not divide the devices or slices.
+      ValueError: a size is not a positive integer, two are -1, or the sizes do not divide the devices or slices.
     """
     given: dict[str, int] = dict(zip(AXES, (pipe, data, fsdp, expert, context, tensor), strict=True))
     cpu.prepare()
@@ -205,7 +205,7 @@ def _checked_size(axis: str, size: Any) -> int:
         return -1 if type(size) is int and size == -1 else integer(f"mesh size {axis}", size)
     except Refused:
         most = f" of at most {INT32}" if type(size) is int and size > INT32 else ""
-        refuse(f"mesh size {axis}", size, f"a positive int{most}, or -1 for the rest")
+        refuse(f"mesh size {axis}", size, f"a positive integer{most}, or -1 for the rest")
 
 
 def _checked_devices(devices: Any) -> list:

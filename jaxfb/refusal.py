@@ -50,7 +50,7 @@ class StorageError(OSError):
 def shown(value: Any, width: int = 80) -> str:
     """Returns the repr of any value on one line of at most `width` characters."""
     if isinstance(value, int) and abs(value) >= 10**width:
-        return f"an int of {value.bit_length()} bits"
+        return f"an integer of {value.bit_length()} bits"
     try:
         text = " ".join(repr(value).split())
     except Exception:  # a repr of somebody else's may raise anything
@@ -67,12 +67,12 @@ def integer(
     most: int = INT32,
     error: type[Refused] = Refused,
 ) -> int:
-    """Returns `value` as an int from `least` to `most`, numpy integers included; refuses bools, floats and texts."""
+    """Returns `value` as an int from `least` to `most`, numpy integers included; refuses bools, floats, strings."""
     number = _index(value)
     if number is not None and least <= number <= most:
         return number
-    rules = {1: "a positive int", 0: "an int that is not negative", -INT64: "an int of 64 bits"}
-    rule = rules.get(least, f"an int of at least {least}")
+    rules = {1: "a positive integer", 0: "an integer that is not negative", -INT64: "an integer of 64 bits"}
+    rule = rules.get(least, f"an integer of at least {least}")
     choices = []
     if number is not None:
         nearest = least if number < least else most
@@ -93,7 +93,7 @@ def number(
 ) -> float:
     """Returns `value` if it is a finite real number with least <= value <= most and above < value < below.
 
-    Refuses bools, texts, arrays, NaN and infinity.
+    Refuses bools, strings, arrays, NaN and infinity.
     """
     real, given_number = (
         isinstance(value, Real) and not isinstance(value, bool) and _is_finite(value),
@@ -109,7 +109,7 @@ def number(
 
 
 def boolean(name: str, value: Any, *, who: str = "", error: type[Refused] = Refused) -> bool:
-    """Returns `value` if it is True or False; refuses 0, 1 and texts."""
+    """Returns `value` if it is True or False; refuses 0, 1 and strings."""
     if value is True or value is False:
         return value
     raise error(
@@ -180,12 +180,12 @@ def instance(
 
 
 def text(name: str, value: Any, *, who: str = "") -> str:
-    """Returns `value` if it is a text that can be written in UTF-8, which a half of a surrogate pair cannot."""
+    """Returns `value` if it is a string that can be written in UTF-8, which a half of a surrogate pair cannot."""
     with contextlib.suppress(UnicodeEncodeError):
         if isinstance(value, str):
             value.encode()
             return value
-    refuse(name, value, "text in UTF-8" if isinstance(value, str) else "a text", who=who)
+    refuse(name, value, "text in UTF-8" if isinstance(value, str) else "a string", who=who)
 
 
 def is_several(value: Any) -> bool:
@@ -215,5 +215,5 @@ def _index(value: Any) -> int | None:
 def _is_finite(value: Any) -> bool:
     try:
         return math.isfinite(value)
-    except OverflowError:  # an int beyond float64
+    except OverflowError:  # an integer beyond float64
         return False

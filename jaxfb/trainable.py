@@ -24,12 +24,12 @@ def checked_patterns(given: Any) -> Patterns | None:
     """Returns patterns as a tuple; None is no choice, so that every leaf is trained.
 
     Raises:
-      ValueError: they are no list of texts, or none.
+      ValueError: they are no list of strings, or none.
     """
     if given is None:
         return None
-    texts = isinstance(given, Sequence) and all(isinstance(one, str) and one for one in given)
-    if isinstance(given, str) or not texts or not given:
+    strings = isinstance(given, Sequence) and all(isinstance(one, str) and one for one in given)
+    if isinstance(given, str) or not strings or not given:
         choices = [{"trainable": [given]}] if isinstance(given, str) and given else []
         raise Refused(
             f"trainable must be a list of patterns such as ['layers.attention.*'], got {shown(given)}; with none of "

@@ -18,7 +18,7 @@ from jaxfb.refusal import Refused, shown
             refusal.integer,
             [1, np.int8(3)],
             [0, -1, 1.0, True, np.True_, "1", None],
-            "x must be a positive int",
+            "x must be a positive integer",
         ),
         (refusal.integer, [2**31 - 1], [2**31, 10**400], "of at most 2147483647, got"),
         (
@@ -31,7 +31,7 @@ from jaxfb.refusal import Refused, shown
             refusal.text,
             ["", "é\u2028"],
             ["\ud800", "a\udfff", b"a", None, 3],
-            "x must be (text in UTF-8|a text), got",
+            "x must be (text in UTF-8|a string), got",
         ),
         (refusal.boolean, [True, False], [0, 1, "true", None, np.True_], "x must be True or False"),
     ],
@@ -69,8 +69,8 @@ def test_functions_and_instances():
     assert refusal.function("x", len, "(tree)") is len
     with pytest.raises(Refused, match=r"x must be a function \(tree\), got <class 'int'>"):
         refusal.function("x", int, "(tree)")
-    with pytest.raises(Refused, match="x must be a text, got 3"):
-        refusal.instance("x", 3, str, "a text")
+    with pytest.raises(Refused, match="x must be a string, got 3"):
+        refusal.instance("x", 3, str, "a string")
 
 
 def test_any_value_is_shown_on_one_short_line():

@@ -149,7 +149,7 @@ def _slice(data: bytes) -> Slice:
 
 
 def _fields(data: bytes) -> dict[int, list]:
-    """The fields of a protocol buffer message by number: ints, and bytes of whatever is not an int."""
+    """The fields of a protocol buffer message by number: ints, and bytes of whatever is not an integer."""
     found, at = defaultdict(list), 0
     while at < len(data):
         key, at = _varint(data, at)

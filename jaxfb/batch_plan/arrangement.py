@@ -113,7 +113,7 @@ def _in_order(bins: Bins, lengths: Sequence[int], replicas: int, per_replica: in
 
 
 def checked_lengths(plan: BatchPlan, lengths: Any) -> list[int]:
-    """Returns `lengths` as ints, one for each row of a plan by tokens."""
+    """Returns `lengths` as integers, one for each row of a plan by tokens."""
     if not plan.by_tokens:
         raise PlanError(
             f'plan "{plan.purpose}" has no max_tokens_per_microbatch; lengths are for a token budget only'
@@ -121,7 +121,7 @@ def checked_lengths(plan: BatchPlan, lengths: Any) -> list[int]:
     lengths = lengths.tolist() if hasattr(lengths, "tolist") else lengths
     if not isinstance(lengths, list | tuple | range):
         raise PlanError(
-            f"[{plan.purpose}] lengths must be a list of ints, one for each row, got {shown(lengths)}"
+            f"[{plan.purpose}] lengths must be a list of integers, one for each row, got {shown(lengths)}"
         )
     if len(lengths) != plan.rows:
         raise PlanError(f'plan "{plan.purpose}" covers {plan.rows} rows, batch has {len(lengths)} lengths')

@@ -144,7 +144,7 @@ def _parse_pair(pair: str, text: str) -> tuple[int, int]:
 
 
 def _parse_count(text: str) -> int:
-    """Returns "250B" or "1.5M" as an int."""
+    """Returns "250B" or "1.5M" as an integer."""
     match = _COUNT.fullmatch(text)
     if match is None:
         raise ValueError(text)
@@ -160,7 +160,7 @@ def as_ramp_up(value: RampUp | str | Sequence | None) -> RampUp | None:
         return value
     if not isinstance(value, str | list | tuple):
         raise PlanError(
-            f"[run] ramp_up must be a RampUp, a text of {_PAIRS}, or a list of steps, got {shown(value)}"
+            f"[run] ramp_up must be a RampUp, a string of {_PAIRS}, or a list of steps, got {shown(value)}"
         )
     try:
         return RampUp.parse(value) if isinstance(value, str) else RampUp(cast(Any, value))

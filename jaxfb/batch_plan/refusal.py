@@ -22,19 +22,19 @@ class PlanError(Refused):
 
 
 def positive_int(who: str, name: str, value: Any, most: int = INT32) -> int:
-    """Returns `value` as an int from 1 to `most`, numpy integers included; refuses bools and floats."""
+    """Returns `value` as an integer from 1 to `most`, numpy integers included; refuses bools and floats."""
     return integer(name, value, who=f"[{who}]", most=most, error=PlanError)
 
 
 def positive_ints(who: str, name: str, values: Any) -> tuple[int, ...]:
-    """Returns a list or a tuple of positive ints as a tuple; refuses an empty one."""
+    """Returns a list or a tuple of positive integers as a tuple; refuses an empty one."""
     if not isinstance(values, list | tuple | range) or not values:
-        raise PlanError(f"[{who}] {name} must be a list of positive ints, got {shown(values)}")
+        raise PlanError(f"[{who}] {name} must be a list of positive integers, got {shown(values)}")
     return tuple(positive_int(who, name, value) for value in values)
 
 
 def not_negative(who: str, name: str, value: Any) -> int:
-    """Returns `value` as an int that is not negative, such as a position in a stream of rows."""
+    """Returns `value` as an integer that is not negative, such as a position in a stream of rows."""
     return integer(name, value, who=f"[{who}]", least=0, most=MOST_ROWS, error=PlanError)
 
 

@@ -30,7 +30,7 @@ class Dice:
         return tuple(choice for choice in choices if self.chance(probability))
 
     def cuts(self, total: int, parts: int, smallest: int = 1) -> tuple[int, ...]:
-        """Returns `total` as a sum of so many ints, none below `smallest`."""
+        """Returns `total` as a sum of so many integers, none below `smallest`."""
         counts = [smallest] * parts
         for _ in range(total - smallest * parts):
             counts[self._random.randrange(parts)] += 1

@@ -113,5 +113,5 @@ def as_json(host: Mapping[str, Any]) -> dict:
     """Returns the values as JSON has them; ValueError for what it lacks."""
     try:
         return json.loads(json.dumps(host))
-    except Exception as error:  # what JSON lacks, a dict that contains itself, an int of too many digits
+    except Exception as error:  # what JSON lacks, a dict that contains itself, an integer of too many digits
         raise Refused(f"[checkpoint] host must contain JSON values only: {shown(error)}") from None

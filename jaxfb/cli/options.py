@@ -72,7 +72,7 @@ EXAMPLES = {
     "config": "jaxfb config show quickstart",
 }
 """A whole command for each one that cannot do without arguments; a refusal for lack of them ends with it."""
-KINDS = {int: "a whole number", float: "a number"}
+KINDS = {int: "an integer", float: "a number"}
 """What an option of that type must be, in the words of its refusal."""
 
 
@@ -94,11 +94,19 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def _not_taken(command: argparse.ArgumentParser, text: str) -> str:
     """Returns the refusal of an argument that a command does not take, with an option that is like it."""
-    close = difflib.get_close_matches(text.partition("=")[0], _flags(command), n=1, cutoff=0.7)
-    near = f" (did you mean {close[0]}?)" if close else ""
+    close = _nearest_option(command, text)
+    near = f" (did you mean {close}?)" if close else ""
     takes_keys = any(action.dest == "overrides" for action in command._actions)
     keys = "; keys of the config have no dashes, such as run.updates=100" if takes_keys else ""
     return f"`{command.prog}` does not take {text!r}{near}{keys}; `{command.prog} --help` lists what it takes"
+
+
+def _nearest_option(command: argparse.ArgumentParser, text: str) -> str | None:
+    """Returns the option that was probably meant: one that is spelt alike, or `--kind` for the name of a schedule."""
+    flags = _flags(command)
+    if text in NAMES and "--kind" in flags:
+        return f"--kind {text}"
+    return next(iter(difflib.get_close_matches(text.partition("=")[0], flags, n=1, cutoff=0.7)), None)
 
 
 def _flags(command: argparse.ArgumentParser) -> list[str]:

@@ -118,8 +118,8 @@ def adapter_of(hint: Any):
 
 
 def describe(hint: Any) -> str:
-    """Returns a type in the words of an error: `an int or null`, `one of gpipe, 1f1b`."""
-    names = {int: "an int", float: "a number", str: "a text", bool: "true or false", type(None): "null"}
+    """Returns a type in the words of an error: `an integer or null`, `one of gpipe, 1f1b`."""
+    names = {int: "an integer", float: "a number", str: "a string", bool: "true or false", type(None): "null"}
     return " or ".join(alternatives(hint, names, lambda item: f"a list, each {describe(item)}"))
 
 

@@ -47,7 +47,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = (), command: str | 
     if not isinstance(path, str | os.PathLike) or not _can_be_a_name(str(path)):
         refuse("path", path, "a YAML file, a run's directory or the name of a starter config", who="[config]")
     if not is_several(overrides):
-        refuse("overrides", overrides, 'a list of texts "key.path=value"', who="[config]")
+        refuse("overrides", overrides, 'a list of strings "key.path=value"', who="[config]")
     if command is not None:
         choice("command", command, ("train", *COMMANDS.values()), who="[config]")
     values = _read(Path(path))
@@ -110,7 +110,7 @@ _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML that reads 1e-3 as a number, 010 and 1:30 as texts, and refuses a key given twice and aliases."""
+    """Safe YAML that reads 1e-3 as a number, 010 and 1:30 as strings, and refuses a key given twice and aliases."""
 
     yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_INT, _FLOAT)]
@@ -132,7 +132,7 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
-# YAML 1.1 takes 1e-3 for a text because it lacks the dot, 010 for 8 and 1:30 for 90.
+# YAML 1.1 takes 1e-3 for a string because it lacks the dot, 010 for 8 and 1:30 for 90.
 _WHOLE = r"[-+]?(0|[1-9][\d_]*|0x[\da-fA-F_]+|0b[01_]+)"
 _BROKEN = (
     r"[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*|(\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+|\.(inf|Inf|INF))|\.(nan|NaN|NAN)"
@@ -173,9 +173,9 @@ def _text(path: Path) -> str:
 
 # A part of what YAML writes about a mistake -> what to do.
 _HINTS = {
-    "alphabetic": "put quotes around a text that begins with *",
+    "alphabetic": "put quotes around a string that begins with *",
     r"'\t'": "indent with spaces, not tabs",
-    "mapping values are not allowed": "check the indentation, and put quotes around a text that contains ': '",
+    "mapping values are not allowed": "check the indentation, and put quotes around a string that contains ': '",
     "could not find expected ':'": "write key: value, with a colon and a space",
 }
 
@@ -208,9 +208,9 @@ def _culprit(text: str) -> str:
                 else f", read as {node.tag.rpartition(':')[2]}"
             )
             return (
-                f"{shown(node.value, 40)} in line {node.start_mark.line + 1}{tag}; put quotes around a text"
+                f"{shown(node.value, 40)} in line {node.start_mark.line + 1}{tag}; put quotes around a string"
             )
-    return "put quotes around texts"
+    return "put quotes around strings"
 
 
 def _scalars(node: Any) -> Iterator[yaml.ScalarNode]:
@@ -260,7 +260,7 @@ def _beside(path: Path) -> list[Path]:
 
 
 def _apply(values: dict, override: str, root: type) -> None:
-    instance("each of overrides", override, str, 'a text "key.path=value"', who="[config]")
+    instance("each of overrides", override, str, 'a string "key.path=value"', who="[config]")
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ConfigError(f"[config] cannot read the override {shown(override)}; write key.path=value")
@@ -281,7 +281,7 @@ def _apply(values: dict, override: str, root: type) -> None:
 
 
 def _override_value(hint: Any, text: str, key: str) -> Any:
-    """Returns the text itself where a text is wanted (2024-01-01, `1 + 1 =`), otherwise what YAML reads in it."""
+    """Returns the text itself where a string is wanted (2024-01-01, `1 + 1 =`), otherwise what YAML reads in it."""
     if text.startswith("*"):  # a pattern of files; in YAML an alias, which is never legal here
         return text
     wants_text = hint is str or hint == (str | None) or getattr(hint, "__origin__", None) is str

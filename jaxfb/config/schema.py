@@ -159,7 +159,7 @@ def _leaf(field: _Field, given: Any, key: str) -> Any:
         raise ConfigError(wrong_type(field.hint, given, key)) from None
     for number in value if isinstance(value, tuple) else (value,):
         if isinstance(number, int) and abs(number) > INT64:
-            raise ConfigError(f"[config] {key}={shown(number)} must be an int of at most 64 bits")
+            raise ConfigError(f"[config] {key}={shown(number)} must be an integer of at most 64 bits")
     return value
 
 
@@ -172,7 +172,7 @@ def _as_word(hint: Any, given: Any) -> Any:
 
 
 def _check_registered(field: _Field, given: Any, key: str) -> None:
-    """Refuses a text that names no part; a wrong type is left to the type's own check."""
+    """Refuses a string that names no part; a wrong type is left to the type's own check."""
     texts = [name for name in (given if isinstance(given, list) else [given]) if isinstance(name, str)]
     for registry in field.registries:
         if any(":" not in name and name not in registry for name in texts):

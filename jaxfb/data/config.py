@@ -149,7 +149,7 @@ def _check_types(config: DataConfig) -> None:
             refuse(name, value, "a path, or a list of paths", who=_WHO)
     for name in ("source", "packing", "tokenizer", "text_field", "cache_dir"):
         if name != "cache_dir" or config.cache_dir is not None:
-            instance(name, getattr(config, name), str, "a text", who=_WHO)
+            instance(name, getattr(config, name), str, "a string", who=_WHO)
     for name, most in (
         ("sequence_length", INT32),
         ("vocab_size", INT32),

@@ -125,7 +125,7 @@ def _messages(value: Any, where: str) -> tuple[Message, ...]:
         raise Refused(f'{where} needs "messages", a list of {{"role", "content"}}')
     for message in value:
         if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-            raise Refused(f'{where}: a message must be {{"role", "content"}} with a text, got {message!r}')
+            raise Refused(f'{where}: a message must be {{"role", "content"}} with a string, got {message!r}')
         if message.get("role") not in ROLES:
             raise Refused(f"{where}: role {message.get('role')!r} must be one of {', '.join(ROLES)}")
         text("content", message["content"], who=f"{where}:")
@@ -139,6 +139,6 @@ def _pair(record: dict, where: str) -> Pair:
         prompt = [{"role": "user", "content": record["prompt"]}]
     for name in ("chosen", "rejected"):
         if not isinstance(record.get(name), str):
-            raise Refused(f'{where} needs "{name}", a text; got {record.get(name)!r}')
+            raise Refused(f'{where} needs "{name}", a string; got {record.get(name)!r}')
         text(name, record[name], who=f"{where}:")
     return Pair(_messages(prompt, where), record["chosen"], record["rejected"])

@@ -78,4 +78,4 @@ def _check(values: dict[str, Any], path: Path) -> None:
 def _check_int(path: Path, name: str, value: Any, low: int, stop: int, more: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value < stop:
         hint = f", {more}" if more else ""
-        raise Refused(f"[data] {path} has {name}={value!r}; it must be an int in [{low}, {stop}){hint}")
+        raise Refused(f"[data] {path} has {name}={value!r}; it must be an integer in [{low}, {stop}){hint}")

@@ -337,9 +337,9 @@ def _no_text(record: dict, text_field: str, where: str) -> str:
     use = (
         f"use data.text_field={texts[0]}"
         if texts
-        else "set data.text_field to the key of a text, or remove the record"
+        else "set data.text_field to the key of a string, or remove the record"
     )
     if text_field in record:
         value = json.dumps(record[text_field])[:40]
-        return f"[data] {where} has {value} under {text_field=}, not a text; {use}"
+        return f"[data] {where} has {value} under {text_field=}, not a string; {use}"
     return f"[data] {where} has no text under {text_field=}; the record has: {', '.join(record)}; {use}"

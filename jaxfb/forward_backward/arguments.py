@@ -215,7 +215,7 @@ def specs_like(params: PyTree, specs: PyTree) -> PyTree:
 
 
 def prng_keys(rng: Any) -> jax.Array | None:
-    """Returns one key or an array of keys: of an int its `jax.random.key`, of raw uint32 data the keys that it is.
+    """Returns one key or an array of keys: of an integer its `jax.random.key`, of raw uint32 data the keys that it is.
 
     Raises:
       ValueError: rng is none of these.
@@ -230,7 +230,7 @@ def prng_keys(rng: Any) -> jax.Array | None:
     if isinstance(rng, jax.Array) and jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
         return rng
     raise Refused(
-        f"rng must be None, an int, a key such as jax.random.key(0), or keys [rows], got {shown(rng)}"
+        f"rng must be None, an integer, a key such as jax.random.key(0), or keys [rows], got {shown(rng)}"
     )
 
 
@@ -241,7 +241,7 @@ def float_dtype(name: str, value: Any) -> str | None:
     try:
         is_array = isinstance(value, (np.ndarray, np.generic, jax.Array, jax.ShapeDtypeStruct))
         dtype = None if is_array else jnp.dtype(value)
-    except Exception:  # numpy reads a text as a format, and raises whatever its reader does
+    except Exception:  # numpy reads a string as a format, and raises whatever its reader does
         dtype = None
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         raise Refused(
@@ -252,7 +252,7 @@ def float_dtype(name: str, value: Any) -> str | None:
 
 
 def layer_counts(value: Any) -> tuple[int, ...] | None:
-    """Returns `layers_per_stage` as a tuple, or raises ValueError if it is no sequence of non-negative ints."""
+    """Returns `layers_per_stage` as a tuple, or raises ValueError if it is no sequence of non-negative integers."""
     if value is None:
         return None
     try:
@@ -291,5 +291,5 @@ def _called(function: Any) -> str:
 def _is_finite(value: Any) -> bool:
     try:
         return math.isfinite(float(value))
-    except OverflowError:  # an int beyond float64
+    except OverflowError:  # an integer beyond float64
         return False

@@ -111,7 +111,7 @@ def _as_sum(what: str, given: Sum) -> Sum:
 def _numbers(what: str, value: Any) -> jax.Array:
     try:
         array = None if isinstance(value, (str, bytes)) else jnp.asarray(value)
-    except Exception:  # ints beyond 64 bits, and objects whose own conversion fails in any way
+    except Exception:  # integers beyond 64 bits, and objects whose own conversion fails in any way
         array = None
     if array is None or not (array.dtype == bool or jnp.issubdtype(array.dtype, jnp.number)):
         raise Refused(f"{what} must contain arrays of numbers, got {_described(value)}")

@@ -117,9 +117,13 @@ class EngineOptions(LayoutOptions, PrecisionOptions):
     def _check_pipeline(self) -> None:
         chunks, pieces = self.num_chunks, self.num_pieces
         if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
-            raise Refused(f"num_chunks must be a positive int, got {shown(chunks)}; 1 is one stage a device")
+            raise Refused(
+                f"num_chunks must be a positive integer, got {shown(chunks)}; 1 is one stage a device"
+            )
         if isinstance(pieces, bool) or not isinstance(pieces, int) or pieces < 1:
-            raise Refused(f"num_pieces must be a positive int, got {shown(pieces)}; 1 leaves sequences whole")
+            raise Refused(
+                f"num_pieces must be a positive integer, got {shown(pieces)}; 1 leaves sequences whole"
+            )
         if isinstance(self.schedule, schedules.Schedule):
             self.schedule.validate()
         elif self.schedule is not None:

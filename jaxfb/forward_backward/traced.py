@@ -25,7 +25,7 @@ class Traced:
     """Traces a loss function for one microbatch.
 
     shape:  the shapes of its LossOutput.
-    places: a LossOutput of ints with the same structure: the position of each leaf among the program's results.
+    places: a LossOutput of integers with the same structure: the position of each leaf among the program's results.
     num_params, num_inputs: how many leaves of parameters, and of all its inputs, it has.
     manual: the axes of the mesh over which `jax.shard_map` ran it by hand, and has to run it.
     """

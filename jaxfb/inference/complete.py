@@ -168,7 +168,7 @@ def ids_of(model: Model, prompt: Prompt, raw: bool, name: str = "prompt") -> np.
         begins = model.chat is not None and not raw and model.tokenizer.start_id is not None
         more = " (with `jaxfb generate --raw`, raw=True, an empty one begins a document)" * begins
         raise Refused(
-            f"[generate] {name} is empty, and a continuation needs a first token; give it a text{more}"
+            f"[generate] {name} is empty, and a continuation needs a first token; give it some text{more}"
         )
     return ids
 
@@ -178,7 +178,7 @@ def _encoded(model: Model, prompt: Prompt, raw: bool) -> np.ndarray:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         if model.chat is None:
             raise Refused(
-                f"[generate] {model.name} has no chat template for messages; give the prompt as a text"
+                f"[generate] {model.name} has no chat template for messages; give the prompt as a string"
             )
         return model.chat.prompts([messages])[0]
     start = model.tokenizer.before_text

@@ -1,4 +1,4 @@
-"""Prompts and answers in files, and what a prompt may be: a text, or a conversation that waits for an answer."""
+"""Prompts and answers in files, and what a prompt may be: a string, or a conversation that waits for an answer."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Prompt = str | Sequence[Message]
 
 
 def check_prompt(prompt: Any, name: str = "prompt", who: str = "[generate]") -> None:
-    """Refuses what is neither a text nor messages, or cannot be written in UTF-8."""
+    """Refuses what is neither a string nor messages, or cannot be written in UTF-8."""
     if isinstance(prompt, str):
         text(name, prompt, who=who)
         return
     if not (isinstance(prompt, Sequence) and prompt and all(map(_is_message, prompt))):
-        rule = f'a text, or messages {{"role": one of {", ".join(ROLES)}, "content": text}}'
+        rule = f'a string, or messages {{"role": one of {", ".join(ROLES)}, "content": text}}'
         refuse(name, prompt, rule, who=who)
     for message in prompt:
         text(name, message["content"], who=who)

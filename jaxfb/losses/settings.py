@@ -1,7 +1,7 @@
 """Numbers that a user gives a loss: coefficients, clip ranges, temperatures. Refused by name when a loss is made.
 
 A NaN passes every comparison that is written the wrong way round
-and then makes every gradient NaN; a text fails deep inside a trace. Both are refused here.
+and then makes every gradient NaN; a string fails deep inside a trace. Both are refused here.
 """
 
 from __future__ import annotations

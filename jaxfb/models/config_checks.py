@@ -37,7 +37,7 @@ def check_types(config: TransformerConfig) -> None:
         elif kind.startswith("bool"):
             boolean(name, value, who="[model]")
         elif kind.startswith("str"):
-            instance(name, value, str, "a text", who="[model]")
+            instance(name, value, str, "a string", who="[model]")
         elif name == "latent":
             instance(name, value, Latent, "a jaxfb.models.latent.Latent, or None", who="[model]")
         elif name == "variant":

@@ -89,7 +89,7 @@ def generate(
       stop_token: ends its row; of several, any does.
       absent_ids: ranges (first, end) of ids that are never drawn and have probability 0, such as those that the
         tokenizer lacks (`jaxfb.data.tokenizer.absent_ids`).
-      key: a PRNG key or an int, needed where temperature > 0.
+      key: a PRNG key or an integer, needed where temperature > 0.
       log_prob_temperature: of the log-probs that are reported: 1.0 is the model itself, `temperature` the policy
         that was sampled from (but for the filters).
     Raises:

@@ -65,7 +65,7 @@ def checked_temperatures(temperature: Any, log_prob_temperature: Any, key: Any) 
 
 
 def checked_key(key: Any) -> jax.Array:
-    """Returns a key: of an int its `jax.random.key`, of None that of 0, which nothing is drawn from."""
+    """Returns a key: of an integer its `jax.random.key`, of None that of 0, which nothing is drawn from."""
     if key is None:
         return jax.random.key(0)
     if isinstance(key, int | np.integer):
@@ -75,7 +75,7 @@ def checked_key(key: Any) -> jax.Array:
     data = jax.random.key_data(jax.random.key(0))
     if isinstance(key, jax.Array | np.ndarray) and (key.dtype, key.shape) == (data.dtype, data.shape):
         return jax.random.wrap_key_data(jnp.asarray(key))
-    refuse("key", key, "one key, such as jax.random.key(0), or an int", who=WHO)
+    refuse("key", key, "one key, such as jax.random.key(0), or an integer", who=WHO)
 
 
 def check_filters(config: TransformerConfig, top_k: Any, **shares: Any) -> None:
@@ -128,7 +128,7 @@ def _array(name: str, value: Any, rule: str) -> Any:
     except ValueError:  # lists of several lengths
         refuse(name, value, rule, who=WHO)
     if array.dtype.kind not in "iu":
-        refuse(name, value, f"{rule}, which are ints", who=WHO)
+        refuse(name, value, f"{rule}, which are integers", who=WHO)
     return array
 
 

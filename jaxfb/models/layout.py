@@ -1,4 +1,4 @@
-"""Reads a pipeline's layout from a text such as "Et*3|(tt|)*29,m|L", as Megatron's `--pipeline-model-parallel-layout`.
+"""Reads a pipeline's layout from a string like "Et*3|(tt|)*29,m|L", as Megatron's `--pipeline-model-parallel-layout`.
 
 Stages are separated by `|`, in the order in which a row of the batch passes them. E is the embedding, t a layer, m a
 depth of multi-token prediction, L the loss. `x*n` is n times x, `(...)*n` n times what is between the parentheses;

@@ -58,7 +58,7 @@ def _rule(check: Callable, *how: Any) -> Callable:
 def _dtype(who: str, name: str, value: Any) -> Any:
     try:
         floats = jnp.issubdtype(np.dtype(value), jnp.floating) and not hasattr(value, "shape")
-    except Exception:  # numpy reads a text as a format, and raises whatever its reader does
+    except Exception:  # numpy reads a string as a format, and raises whatever its reader does
         floats = False
     return (
         value

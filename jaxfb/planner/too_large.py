@@ -73,7 +73,7 @@ def _proposals(config: Planned, topology: Topology, most: float | None, times: f
         (change, verdict.needed) for change, verdict in changes(config, topology) if verdict.needed < less
     )
     if not (shown := list(islice(found, SHOWN))):
-        yield "no cut of the rows and no recomputation fits: use more devices, or a smaller model"
+        yield "fewer rows and recomputation are not enough: use more devices, shorter rows, or a smaller model"
         return
     what = "what needs less" if most is None else "what would fit"
     by = "the same formula" if times == 1 else f"{times:.2f} times the formula, as the compiler counts here"

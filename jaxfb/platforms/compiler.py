@@ -92,7 +92,7 @@ def checked_options(given: Any) -> Options | None:
     items = tuple(given.items()) if isinstance(given, Mapping) else given
     if not isinstance(items, tuple) or not all(map(_is_option, items)):
         raise Refused(
-            "compiler_options must be a mapping from names of XLA's options to True, False, a number, a text or None, "
+            "compiler_options must map names of XLA's options to True, False, a number, a string or None, "
             f"got {shown(given)}; None in its place takes those of the table by kind of device",
             [{"compiler_options": None}],
         )

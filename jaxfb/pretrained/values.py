@@ -40,11 +40,11 @@ class Values(Mapping[str, Any]):
         return given is not None and boolean(self._within + name, given, who=WHO)
 
     def integer(self, name: str, default: Any = _REQUIRED, *, least: int = 1) -> int:
-        """Returns an int of at least `least`."""
+        """Returns an integer of at least `least`."""
         return integer(self._within + name, self._given(name, default), who=WHO, least=least)
 
     def integer_or_none(self, name: str, default: int | None = None, *, least: int = 1) -> int | None:
-        """Returns an int of at least `least`, or None for null."""
+        """Returns an integer of at least `least`, or None for null."""
         return None if self._given(name, default) is None else self.integer(name, default, least=least)
 
     def number(self, name: str, default: Any = _REQUIRED, **bounds: float) -> float:

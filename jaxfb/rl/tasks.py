@@ -26,14 +26,14 @@ LARGEST_REWARD = 1e18
 
 
 class Problem(NamedTuple):
-    """A prompt, a text or the messages of a conversation, and its right answer."""
+    """A prompt, a string or the messages of a conversation, and its right answer."""
 
     prompt: str | Sequence[Message]
     answer: str
 
 
 def messages_of(problem: Problem) -> Sequence[Message]:
-    """Returns the conversation that waits for an answer: a prompt that is a text becomes the user's message."""
+    """Returns the conversation that waits for an answer: a prompt that is a string becomes the user's message."""
     return (
         [{"role": "user", "content": problem.prompt}] if isinstance(problem.prompt, str) else problem.prompt
     )
@@ -149,7 +149,7 @@ def check_task(task: Any, chat: Chat) -> list[np.ndarray]:
     if empties := [problem for problem, ids in zip(problems, prompts, strict=True) if not len(ids)]:
         empty = empties[0]
         raise Refused(
-            f"[task] the prompt of {empty!r} is empty, and sampling starts from a prompt; give it a text"
+            f"[task] the prompt of {empty!r} is empty, and sampling starts from a prompt; give it some text"
         )
     first = task.train[0]
     (ids,) = chat.tokenizer.encode([str(first.answer)])
@@ -201,7 +201,7 @@ def _check_problem(problem: Any, where: str) -> None:
         text("prompt", prompt, who=where)
         return
     if not (isinstance(prompt, Sequence) and prompt and all(isinstance(one, Mapping) for one in prompt)):
-        refuse("prompt", prompt, 'a text, or messages {"role", "content"}', who=where)
+        refuse("prompt", prompt, 'a string, or messages {"role", "content"}', who=where)
     for message in prompt:
         choice("role", message.get("role"), ROLES, who=where)
         text("content", message.get("content"), who=where)

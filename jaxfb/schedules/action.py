@@ -45,9 +45,11 @@ def parse_action(text: str) -> Action:
 def parse_cell(cell: str | Sequence | None) -> tuple[Action, ...]:
     """Returns a cell's actions in the order of KINDS, from "F3.1+B0.1", Actions, strings, or None for idle."""
     if isinstance(cell, str):
-        cell = [part for part in cell.split("+") if part.strip(" .")]
+        cell = cell.split("+") if cell.strip(" .") else []
     if cell is not None and not isinstance(cell, list | tuple):
-        raise Refused(f"[schedule] a cell of a table is a list of actions, a text or None, got {shown(cell)}")
+        raise Refused(
+            f"[schedule] a cell of a table is a list of actions, a string or None, got {shown(cell)}"
+        )
     found = [parse_action(a) if isinstance(a, str) else _checked(a) for a in cell or ()]
     return tuple(sorted(found, key=lambda action: KINDS.find(action.kind)))
 
@@ -58,7 +60,10 @@ def cells_of_table(table: Any) -> Table:
         raise Refused(
             f"[schedule] a table is a list of ticks, each a list of cells by device, got {shown(table)}"
         )
-    cells = tuple(tuple(parse_cell(cell) for cell in row) for row in table)
+    cells = tuple(
+        tuple(cell_at(device, tick, cell) for device, cell in enumerate(row))
+        for tick, row in enumerate(table)
+    )
     actions = [action for row in cells for cell in row for action in cell]
     if not actions:
         raise Refused("[schedule] the table is empty; make('1f1b', 2, 4).table is an example")
@@ -72,11 +77,19 @@ def cells_of_table(table: Any) -> Table:
     return cells
 
 
+def cell_at(device: int, tick: int, cell: Any) -> tuple[Action, ...]:
+    """Returns the actions of a cell of a table; a refusal names the device and the tick."""
+    try:
+        return parse_cell(cell)
+    except Refused as error:
+        raise Refused(f"{error} on device {device} in tick {tick}", error.choices) from None
+
+
 def _checked(action: Any) -> Action:
     is_triple = isinstance(action, list | tuple) and len(action) == 3 and isinstance(action[0], str)
     if not is_triple:
         raise Refused(
-            f'[schedule] an action of a table is an Action(kind, microbatch, chunk) or a text such as "F3.1", '
+            f'[schedule] an action of a table is an Action(kind, microbatch, chunk) or a string such as "F3.1", '
             f"got {shown(action)}"
         )
     kind, *numbers = action

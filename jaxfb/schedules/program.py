@@ -1,7 +1,7 @@
 """A schedule as rows of integers (forward_backward step): what the executor scans over. `schedule.program`.
 
-THE FORMAT. `program.rows` maps a name to a nested list of ints. A name marked [t] has one int a tick, the
-same for all devices; a name marked [t][d] has one int a tick and device. A phase is the slice
+THE FORMAT. `program.rows` maps a name to a nested list of integers. A name marked [t] has one integer a tick, the
+same for all devices; a name marked [t][d] has one integer a tick and device. A phase is the slice
 rows[name][phase.start:phase.stop]; its body runs just the kinds in `phase.kinds`. An entry that is not valid
 has microbatch 0 and chunk 0. There are five buffers (`slots.py` defines what is in them): residual, activation,
 gradient, cotangent, cache. `program.num_<buffer>_slots` are needed of each; of activation and gradient one more, the

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxfb.refusal import Refused, instance, integer, shown
-from jaxfb.schedules.action import KINDS, Action, parse_action
+from jaxfb.schedules.action import KINDS, Action, cell_at
 from jaxfb.schedules.placement import placement_of
 
 _MOST_IDLE = 1_000_000
@@ -113,8 +113,7 @@ def parse_table(text: str) -> list[list[list[Action]]]:
             device = _number(words[1].rstrip(":"), line)
             entries = [word for word in words[2:] if word not in tuple(KINDS)]
             for i, entry in enumerate(entries):
-                parts = entry.strip("[]!").split("+")
-                found = [] if entry == "." else [parse_action(part) for part in parts]
+                found = cell_at(device, start + i, entry.strip("[]!"))
                 cells.setdefault((start + i, device), []).extend(found)
     if not cells:
         raise Refused(

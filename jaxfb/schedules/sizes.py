@@ -13,10 +13,10 @@ LARGEST = 500_000
 
 
 def checked_sizes(num_stages: Any, num_microbatches: Any, num_chunks: Any) -> tuple[int, int, int]:
-    """Returns the sizes as ints.
+    """Returns the sizes as integers.
 
     Raises:
-      ValueError: one is no positive int, or their table would be too large to be built.
+      ValueError: one is no positive integer, or their table would be too large to be built.
     """
     sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
     stages, microbatches, chunks = (_size(name, value, sizes) for name, value in sizes.items())
@@ -31,7 +31,7 @@ def checked_sizes(num_stages: Any, num_microbatches: Any, num_chunks: Any) -> tu
 
 
 def checked_pieces(num_stages: int, num_microbatches: int, num_chunks: int, num_pieces: Any) -> int:
-    """Returns the number of pieces of a sequence; ValueError if it is no positive int, or makes a table too large."""
+    """Returns the number of pieces of a sequence; ValueError if it is not positive, or makes a table too large."""
     pieces = _size("num_pieces", num_pieces, {})
     if pieces > 1 and cells_of(num_stages, num_microbatches * pieces, num_chunks) > LARGEST:
         most = max(1, (LARGEST // (num_stages * num_chunks) - num_stages) // num_microbatches)

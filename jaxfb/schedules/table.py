@@ -72,7 +72,7 @@ class Schedule:
         Raises:
           ValueError: with the table printed and the bad cell marked.
         """
-        instance("name", name, str, "a text", who="[schedule]")
+        instance("name", name, str, "a string", who="[schedule]")
         cells = cells_of_table(table)
         actions = [action for row in cells for cell in row for action in cell]
         num_chunks = 1 + max(action.chunk for action in actions)

@@ -158,7 +158,7 @@ def _save_rows(path: Path, batch: PyTree) -> Any:
 def _described(tree: PyTree, arrays: list[np.ndarray]) -> Any:
     """Returns a tree as JSON, with each array as its index in `arrays`, which is extended; TypeError where it cannot.
 
-    Dicts with texts as keys are dicts; a list or tuple is a list of its kind ("list", "tuple") and its values.
+    Dicts with strings as keys are dicts; a list or tuple is a list of its kind ("list", "tuple") and its values.
     """
     if type(tree) is dict and all(isinstance(key, str) for key in tree):
         return {key: _described(value, arrays) for key, value in tree.items()}

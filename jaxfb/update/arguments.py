@@ -45,12 +45,12 @@ def one_key(rng: Any) -> jax.Array:
     """Returns the PRNG key of a seed, of a key, or of a key's raw data; ValueError for what gives not just one."""
     keys = None if rng is None else prng_keys(rng)
     if keys is None or keys.ndim:
-        refuse("rng", rng, "an int or one key such as jax.random.key(0)")
+        refuse("rng", rng, "an integer or one key such as jax.random.key(0)")
     return keys
 
 
 def check_rows(rows: Any, most: int) -> int | jax.Array:
-    """Returns a number of rows as an int; an int32[] of JAX, whose value is not known yet, stays as it is."""
+    """Returns a number of rows as an integer; an int32[] of JAX, whose value is not known yet, stays as it is."""
     if isinstance(rows, jax.Array) and jnp.issubdtype(rows.dtype, jnp.integer) and not rows.shape:
         return rows
     return integer("rows", rows, most=most)

@@ -104,11 +104,14 @@ def test_rows_of_partitions_the_rows_in_megatron_order(rows, rows_per_microbatch
 
 
 REFUSED = [
-    (dict(rows=64, rows_per_microbatch=True), "[train] rows_per_microbatch must be a positive int, got True"),
-    (dict(rows=0, rows_per_microbatch=1), "[train] rows must be a positive int, got 0"),
+    (
+        dict(rows=64, rows_per_microbatch=True),
+        "[train] rows_per_microbatch must be a positive integer, got True",
+    ),
+    (dict(rows=0, rows_per_microbatch=1), "[train] rows must be a positive integer, got 0"),
     (
         dict(rows=64, rows_per_microbatch=2, data_parallel=None),
-        "[train] data_parallel must be a positive int",
+        "[train] data_parallel must be a positive integer",
     ),
     (
         dict(rows=64, rows_per_microbatch=3, num_microbatches=5, data_parallel=4),
@@ -327,7 +330,7 @@ def test_a_rounded_down_update_consumes_what_it_uses():
     [
         ({}, "give exactly one of updates, samples, tokens or epochs, got none"),
         (dict(updates=3, samples=64), "got updates=3 and samples=64"),
-        (dict(updates=True), "[run] updates must be a positive int, got True"),
+        (dict(updates=True), "[run] updates must be a positive integer, got True"),
         (dict(epochs=True, dataset_rows=64), "epochs must be a positive number, got True"),
         (dict(epochs=float("nan"), dataset_rows=64), "epochs must be a positive number"),
         (dict(epochs=1e300, dataset_rows=64), "epochs must be a positive number below 2**62, got 1e+300"),

@@ -53,7 +53,7 @@ def test_the_numbers_of_a_run_that_a_verl_user_knows():
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (dict(epochs=True), "[rollout] epochs must be a positive int, got True"),
+        (dict(epochs=True), "[rollout] epochs must be a positive integer, got True"),
         (
             dict(rows_per_update=96),
             "rollout gives 128 prompts × 5 = 640 rows; updates of 96 leave 64 rows; "

@@ -55,7 +55,7 @@ def _drawn(index):
     "arguments, words",
     [
         ([], "use: jaxfb check quickstart, or jaxfb check --random 20"),
-        (["--random", "0"], "--random must be a positive int, got 0"),
+        (["--random", "0"], "--random must be a positive integer, got 0"),
         (["--random", "1", "--limit", "0"], "--limit must be a finite number above 0, got 0.0"),
         (["configs/quickstart.yaml", "--random", "1"], "leave out the config and --tolerance"),
         (["--random", "1", "--axes", "data"], "name the model by --model, or leave --axes out"),

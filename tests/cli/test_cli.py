@@ -92,7 +92,7 @@ def test_config_show(capsys):
         (["train"], "err", "required: CONFIG; for example: jaxfb train quickstart --smoke\n"),
         (["generate", "runs/a"], "err", "is required; for example: jaxfb generate runs/quickstart --prompt"),
         (["config"], "err", "required: {show,reference}; for example: jaxfb config show quickstart\n"),
-        (["chaos", "--kills", "x"], "err", "argument --kills: must be a whole number, such as 18, got 'x'\n"),
+        (["chaos", "--kills", "x"], "err", "argument --kills: must be an integer, such as 18, got 'x'\n"),
         (["chat", "a", "--top-p", "x"], "err", "argument --top-p: must be a number, such as 1, got 'x'\n"),
         (["config", "shw"], "err", "did you mean show?"),
         (["plan", "a", "--topolgy", "v5p:4x4x4"], "err", "not take '--topolgy' (did you mean --topology?)"),
@@ -184,10 +184,10 @@ def test_help_imports_nothing_heavy():
         (["--temperature", "-1"], "temperature must be a finite number of at least 0, got -1.0"),
         (
             ["--seed", str(10**20)],
-            f"seed must be an int that is not negative of at most {2**32 - 1}, got {10**20}",
+            f"seed must be an integer that is not negative of at most {2**32 - 1}, got {10**20}",
         ),
-        (["--seed", "-1"], "seed must be an int that is not negative, got -1"),
-        (["--tokens", "0"], "tokens must be a positive int, got 0"),
+        (["--seed", "-1"], "seed must be an integer that is not negative, got -1"),
+        (["--tokens", "0"], "tokens must be a positive integer, got 0"),
         (["--prompt", "caf\udce9"], "prompt must be text in UTF-8, got 'caf\\udce9'"),
     ],
 )

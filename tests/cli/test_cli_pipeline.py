@@ -94,7 +94,13 @@ def test_refusals_are_one_sentence_and_code_2(arguments, words, capsys):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "near"), [("1f1b", ""), ("--stages", ""), ("--num-chunks=2", " (did you mean --chunks?)")]
+    ("wrong", "near"),
+    [
+        ("xyz", ""),
+        ("1f1b", " (did you mean --kind 1f1b?)"),
+        ("--stages", ""),
+        ("--num-chunks=2", " (did you mean --chunks?)"),
+    ],
 )
 def test_an_argument_that_the_command_does_not_take_is_named_with_the_command(wrong, near, capsys):
     with pytest.raises(SystemExit):

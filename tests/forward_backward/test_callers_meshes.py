@@ -74,7 +74,7 @@ def test_devices_may_be_in_another_order():
 
 
 def test_dtypes_need_no_promotion():
-    """A count of a mask is an int beside a total in float64."""
+    """A count of a mask is an integer beside a total in float64."""
 
     def masked(params, microbatch, rng):
         real = microbatch["x"][:, 0] > 0

@@ -200,7 +200,7 @@ def test_prompts_are_read_by_lines_of_their_file(tmp_path):
 
 def test_an_empty_prompt_is_refused_beside_others_as_alone(model):
     bare = dataclasses.replace(model, chat=make_chat(model.tokenizer, "none"))
-    advice = "is empty, and a continuation needs a first token; give it a text"
+    advice = "is empty, and a continuation needs a first token; give it some text"
     for prompts, names, name in (
         ([""], None, "prompt 1 of 1"),
         (["abc", ""], None, "prompt 2 of 2"),
@@ -218,12 +218,12 @@ def test_an_empty_prompt_is_refused_beside_others_as_alone(model):
     [
         ("abc", {}, "prompts must be a list, got 'abc'"),
         (["abc"], {"stops": "end"}, "stops must be a list, got 'end'"),
-        ([None], {}, "prompt 1 of 1 must be a text, or messages .*, got None"),
-        (["abc", 3], {}, "prompt 2 of 2 must be a text, or messages .*, got 3"),
-        ([[{"role": "user"}]], {}, "prompt 1 of 1 must be a text, or messages .*, got .*'role': 'user'"),
-        ([{"role": "user", "content": "abc"}], {}, "prompt 1 of 1 must be a text, or messages"),
+        ([None], {}, "prompt 1 of 1 must be a string, or messages .*, got None"),
+        (["abc", 3], {}, "prompt 2 of 2 must be a string, or messages .*, got 3"),
+        ([[{"role": "user"}]], {}, "prompt 1 of 1 must be a string, or messages .*, got .*'role': 'user'"),
+        ([{"role": "user", "content": "abc"}], {}, "prompt 1 of 1 must be a string, or messages"),
         ([[{"role": "usr", "content": "abc"}]], {}, "role.*: one of system, user, assistant, tool"),
-        ([[]], {}, r"prompt 1 of 1 must be a text, or messages .*, got \[\]"),
+        ([[]], {}, r"prompt 1 of 1 must be a string, or messages .*, got \[\]"),
     ],
 )
 def test_what_is_no_prompt_is_refused(model, prompts, how, message):
@@ -241,8 +241,8 @@ def test_a_vocabulary_with_padding_draws_tokens_alone(model):
     [
         (["--temperature", "-1"], "temperature"),
         (["--top-p", "2"], "top_p=2.0 must be above 0 and at most 1"),
-        (["--samples", "0"], "samples must be a positive int"),
-        (["--batch", "0"], "batch must be a positive int"),
+        (["--samples", "0"], "samples must be a positive integer"),
+        (["--batch", "0"], "batch must be a positive integer"),
     ],
 )
 def test_settings_out_of_range_are_refused(directory, flags, message, capsys):

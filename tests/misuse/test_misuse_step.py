@@ -240,7 +240,7 @@ def test_what_an_update_is_given_is_refused_by_name(step):
 
 @pytest.mark.parametrize("rows", [99, -3, 0, float("nan"), ROWS + 1, 2.0, True])
 def test_a_number_of_rows_that_the_batch_has_not_is_refused(step, rows):
-    with pytest.raises(ValueError, match="rows must be a positive int"):
+    with pytest.raises(ValueError, match="rows must be a positive integer"):
         step(step.init(PARAMS), BATCH, rows=rows)
 
 

@@ -92,8 +92,8 @@ def test_a_kernel_that_training_names_does_not_refuse_a_prompt(params, attention
             ({"log_prob_temperature": t}, "log_prob_temperature must be .* above 0")
             for t in (0, math.nan, -1)
         ),
-        *(({"top_k": k}, "top_k must be a positive int, got") for k in (0, 2.5, "3", True)),
-        ({"top_k": 24}, "top_k must be a positive int of at most 23, got 24"),
+        *(({"top_k": k}, "top_k must be a positive integer, got") for k in (0, 2.5, "3", True)),
+        ({"top_k": 24}, "top_k must be a positive integer of at most 23, got 24"),
         ({"top_p": 0.0}, "top_p=0.0 must be above 0 and at most 1"),
         ({"min_p": 1.5}, "min_p=1.5 must be above 0 and at most 1"),
         ({"stop_token": 23}, "stop_token=23 must be ids from 0 to 22"),
@@ -103,9 +103,9 @@ def test_a_kernel_that_training_names_does_not_refuse_a_prompt(params, attention
         ({"absent_ids": (3,)}, r"absent_ids must be ranges \(first, end\) of ids, such as .*, got \(3,\)"),
         ({"absent_ids": ((5, 3),)}, "absent_ids must be ranges"),
         ({"absent_ids": ((0, 7), (7, 40))}, "leave none of the 23 ids to draw"),
-        ({"key": "3"}, r"key must be one key, such as jax.random.key\(0\), or an int, got '3'"),
+        ({"key": "3"}, r"key must be one key, such as jax.random.key\(0\), or an integer, got '3'"),
         ({"key": jax.random.split(jax.random.key(0))}, "key must be one key"),
-        *(({"max_new_tokens": n}, "max_new_tokens must be a positive int, got") for n in (0, 1.5, True)),
+        *(({"max_new_tokens": n}, "max_new_tokens must be a positive integer, got") for n in (0, 1.5, True)),
         ({"prompt_tokens": np.zeros((0, 2), int)}, "prompt_tokens must be ids .* of at least one row"),
         (
             {"prompt_tokens": np.zeros((2, 0), int)},
@@ -118,7 +118,7 @@ def test_a_kernel_that_training_names_does_not_refuse_a_prompt(params, attention
         ({"prompt_tokens": [[3, 1], [3]]}, r"prompt_tokens must be ids \[rows, length\], got"),
         (
             {"prompt_tokens": np.array([[3.0, 1.0]])},
-            r"prompt_tokens must be ids \[rows, length\], which are ints",
+            r"prompt_tokens must be ids \[rows, length\], which are integers",
         ),
         ({"prompt_tokens": [[3, 23]]}, "prompt_tokens must be ids from 0 to 22, padding too, got 23"),
         ({"prompt_tokens": [[3, -1]]}, "prompt_tokens must be ids from 0 to 22, padding too, got -1"),

@@ -141,5 +141,5 @@ def test_sizes_count_the_heads():
 
 
 def test_a_negative_depth_is_refused():
-    with pytest.raises(ValueError, match="mtp_depth must be an int that is not negative, got -1"):
+    with pytest.raises(ValueError, match="mtp_depth must be an integer that is not negative, got -1"):
         TransformerConfig(**{**SIZES, "mtp_depth": -1})

@@ -295,7 +295,7 @@ def test_refused_with_the_nearest_legal_choice(name, arguments, sentence):
         ),
         ("adamw", {"mu_dtype": "int32"}, "mu_dtype must be a floating dtype"),
         ("sgd", {"nesterov": "yes"}, "nesterov must be True or False, got 'yes'"),
-        ("muon", {"ns_steps": 0}, "ns_steps must be a positive int, got 0"),
+        ("muon", {"ns_steps": 0}, "ns_steps must be a positive integer, got 0"),
         ("adafactor", {"clipping_threshold": 0}, "clipping_threshold must be a finite number above 0, got 0"),
     ],
 )

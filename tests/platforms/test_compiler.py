@@ -61,7 +61,7 @@ def test_one_that_is_asked_for_is_refused(table):
 
 @pytest.mark.parametrize("wrong", [["xla"], "xla", {1: True}, {"xla": []}, ("xla",)], ids=str)
 def test_what_is_no_mapping_of_names_is_refused(wrong):
-    with pytest.raises(ValueError, match="compiler_options must be a mapping"):
+    with pytest.raises(ValueError, match="compiler_options must map names"):
         jaxfb.get_forward_backward_func(compiler_options=wrong)
 
 

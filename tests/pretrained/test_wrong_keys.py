@@ -90,9 +90,9 @@ def test_a_wrong_value_of_a_scaling_is_refused_or_read(scaling):
         ("llama31", "hidden_act", [], r"hidden_act=\[\] is not supported; only hidden_act='silu' is"),
         ("llama31", "rope_parameters", "x", "rope_parameters must be an object, got 'x'"),
         ("llama31", "quantization_config", "x", "quantization_config must be an object, got 'x'"),
-        ("llama31", "num_hidden_layers", "2", "num_hidden_layers must be a positive int, got '2'"),
-        ("llama31", "num_hidden_layers", 1.5, "num_hidden_layers must be a positive int, got 1.5"),
-        ("gemma", "hidden_size", None, "hidden_size must be a positive int, got None"),
+        ("llama31", "num_hidden_layers", "2", "num_hidden_layers must be a positive integer, got '2'"),
+        ("llama31", "num_hidden_layers", 1.5, "num_hidden_layers must be a positive integer, got 1.5"),
+        ("gemma", "hidden_size", None, "hidden_size must be a positive integer, got None"),
         (
             "gemma2",
             "query_pre_attn_scalar",
@@ -108,10 +108,20 @@ def test_a_wrong_value_of_a_scaling_is_refused_or_read(scaling):
             None,
             "router_aux_loss_coef must be a finite number of at least 0",
         ),
-        ("deepseek_v3_yarn", "qk_rope_head_dim", "4", "qk_rope_head_dim must be a positive int, got '4'"),
-        ("deepseek_v3_yarn", "num_nextn_predict_layers", "1", "num_nextn_predict_layers must be an int"),
-        ("qwen3_moe_sparse", "decoder_sparse_step", 0, "decoder_sparse_step must be a positive int, got 0"),
-        ("qwen3_moe_sparse", "mlp_only_layers", ["0"], r"mlp_only_layers\[0\] must be an int that is not"),
+        ("deepseek_v3_yarn", "qk_rope_head_dim", "4", "qk_rope_head_dim must be a positive integer, got '4'"),
+        ("deepseek_v3_yarn", "num_nextn_predict_layers", "1", "num_nextn_predict_layers must be an integer"),
+        (
+            "qwen3_moe_sparse",
+            "decoder_sparse_step",
+            0,
+            "decoder_sparse_step must be a positive integer, got 0",
+        ),
+        (
+            "qwen3_moe_sparse",
+            "mlp_only_layers",
+            ["0"],
+            r"mlp_only_layers\[0\] must be an integer that is not",
+        ),
     ],
 )
 def test_the_sentence_names_the_file_and_the_key(name, key, value, rule):

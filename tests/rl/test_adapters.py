@@ -226,7 +226,7 @@ def test_pretraining_takes_both_and_stores_frozen_parameters_in_16_bits(tmp_path
         ({"trainable": []}, "would freeze every parameter"),
         ({"precision": {"frozen_dtype": "bfloat16"}}, "no parameter is frozen without lora or trainable"),
         ({"lora": {"targets": ["q_proj"]}}, "'q_proj' is not a projection of a layer"),
-        ({"lora": {"rank": 0}}, "rank must be a positive int"),
+        ({"lora": {"rank": 0}}, "rank must be a positive integer"),
         ({"lora": {"adapter": "nowhere"}}, "has no file adapter_config.json"),
     ],
 )

@@ -103,7 +103,7 @@ def test_both_answers_follow_the_same_prompt():
             '{"messages": [{"role": "bot", "content": "x"}]}',
             "role 'bot' must be one of system, user, assistant",
         ),
-        ('{"messages": [{"role": "user", "content": 3}]}', "with a text"),
+        ('{"messages": [{"role": "user", "content": 3}]}', "with a string"),
         (
             '{"messages": [{"role": "user", "content": "\\ud800"}]}',
             r"line 1: content must be text in UTF-8, got '\\ud800'",
