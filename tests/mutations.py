@@ -142,9 +142,16 @@ MUTATIONS = (
     Mutation(
         "microbatches_count_what_is_added_to_a_sum_over_rows",
         "forward_backward/weights.py",
-        "_adding_parameters_alone(traced) if num_parts > 1 else []",
+        "_reading_no_data(traced) if num_parts > 1 else []",
         "[]",
         "forward_backward/test_sums_over_rows.py::test_what_each_microbatch_would_count_is_refused",
+    ),
+    Mutation(
+        "microbatches_count_a_constant_that_is_added_to_a_sum_over_rows",
+        "forward_backward/traced.py",
+        "if summand.reads.isdisjoint(numbers) and",
+        "if summand.reads and summand.reads.isdisjoint(numbers) and",
+        "forward_backward/test_sums_over_rows.py::test_a_constant_that_each_microbatch_would_count_is_refused",
     ),
     Mutation(
         "summands_of_layers_are_one",

@@ -49,6 +49,7 @@ def check_padding(
     except NameError:  # raised for an axis name outside of a mesh
         return
     check_data_only(traced, params)
+    traced = traced.with_numbers()
     blank = _Blank(traced, params, microbatch, rng)
     for name, term in traced.places.terms.items():
         if reads_microbatch(traced, name):

@@ -74,15 +74,20 @@ def check_terms(head: Callable, outer: PyTree, hidden: PyTree, inputs: PyTree, n
             continue
         of_all_tokens = whole.places.terms[name].weight
         if None not in (term.weight, of_all_tokens) and not any(piece.reads(term.weight)[1]):
-            if constant(piece, term.weight) != constant(whole, of_all_tokens):
+            if not is_constant(piece, whole, term.weight, of_all_tokens):
                 continue
         raise _counted_by_each("term", name, num_pieces)
     for name, metric in piece.places.metrics.items():
         both = zip(*(jax.tree.leaves(one.places.metrics[name]) for one in (piece, whole)), strict=True)
         for place, of_whole in both if isinstance(metric, Sum) else ():
-            adds_one = is_constant(piece, whole, place, of_whole) and np.any(constant(piece, place) != 0)
+            adds_one = is_constant(piece, whole, place, of_whole) and _is_not_zero(piece, place)
             if adds_one or reads_none(piece, whole, place, tokens):
                 raise _counted_by_each("metric", name, num_pieces)
+
+
+def _is_not_zero(traced: Traced, place: int) -> bool:
+    """Returns whether a constant result is another number than 0, or may be one."""
+    return traced.closes_over(place) or bool(np.any(constant(traced, place) != 0))
 
 
 def _counted_by_each(kind: str, name: str, num_pieces: int) -> Refused:

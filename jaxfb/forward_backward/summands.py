@@ -13,8 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
-from jaxfb.platforms.compat import called, equations
+from jaxfb.platforms.compat import called, equations, is_traced
 
+CLOSED_OVER = "closed over"
+"""Among what a summand reads: a value of a surrounding `jax.jit`, or a frozen parameter, that the function closes over.
+"""
 MOST = 64
 """Totals of more summands are taken as one."""
 _ADD = {"add", "sub", "add_any"}
@@ -24,7 +27,8 @@ _KEEP = {"neg", "convert_element_type", "copy", "stop_gradient", "reshape", "squ
 class Summand(NamedTuple):
     """A summand of a result.
 
-    reads: numbers of the inputs that it depends on, and names of the mesh axes along which it communicates.
+    reads: numbers of the inputs that it depends on, names of the mesh axes along which it communicates, and CLOSED_OVER
+      where it depends on a traced value that is no input.
     text:  the same for the same computation in programs for other sizes of data; "" where data are read.
     """
 
@@ -140,6 +144,8 @@ def _further(outside: Sequence[Any], inside: Sequence[Any]) -> int:
 
 
 def _of_constant(value: Any) -> Summands:
+    if is_traced(value):  # its number is not known yet
+        return (Summand(frozenset([CLOSED_OVER]), f"{CLOSED_OVER} {id(value)}"),)
     array = np.asarray(value) if getattr(value, "dtype", np.dtype(float)).kind != "V" else None
     if array is not None and array.shape == () and array == 0:
         return ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from copy import copy
 from typing import Any
 
 import jax
@@ -12,9 +13,9 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh
 
-from jaxfb.forward_backward.summands import Summand, Summands, summands
+from jaxfb.forward_backward.summands import CLOSED_OVER, Summand, Summands, summands
 from jaxfb.mesh import AUTOMATIC_AXES, axis_size, manual_axes, platform_of
-from jaxfb.platforms.compat import cut_down, equations, opened, silent
+from jaxfb.platforms.compat import cut_down, equations, is_traced, opened, silent
 from jaxfb.types import LossFn, LossOutput, PyTree
 
 MOST_OF_A_SAMPLE = 2**24
@@ -91,6 +92,17 @@ class Traced:
             self._summands[key] = summands(self._program, [*[False] * self.num_params, *key])
         return jax.tree.map(lambda place: self._summands[key][place], places)
 
+    def closes_over(self, place: int) -> bool:
+        """Returns whether a result depends on a traced value that is no input, whose number is not known yet."""
+        return any(CLOSED_OVER in one.reads for one in self.summands(place))
+
+    def with_numbers(self) -> Traced:
+        """Returns the same function with random numbers in place of traced values that it closes over."""
+        known = copy(self)
+        consts = [_drawn(value) if is_traced(value) else value for value in self._program.consts]
+        known._program = self._program.replace(consts=consts)
+        return known
+
     def names(self, axis: str, *places: int) -> bool:
         """Returns whether those results (none given: any) depend on a collective or an index along a mesh axis."""
         program = self._cut(places or range(self._num_results))[0]
@@ -130,7 +142,7 @@ class Traced:
 
     def sample(self, place: int) -> np.ndarray | None:
         """Returns a result for random numbers as inputs; None where they are many, or keys."""
-        program, _ = self._cut([place])
+        program, _ = self.with_numbers()._cut([place])
         shapes, draw = [var.aval for var in program.jaxpr.invars], np.random.default_rng(0)
         if sum(aval.size for aval in shapes) > MOST_OF_A_SAMPLE:
             return None
@@ -144,10 +156,18 @@ class Traced:
         return cut_down(self._program, [place in places for place in range(self._num_results)])
 
 
+def _drawn(like: jax.Array) -> jax.Array:
+    """Returns positive numbers, or keys, of the shape and dtype of an array whose own are not known yet."""
+    with jax.ensure_compile_time_eval():
+        if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+            return jax.random.split(jax.random.key(0, impl=jax.random.key_impl(like)), like.shape)
+        return jnp.asarray(np.random.default_rng(0).uniform(1, 2, like.shape), like.dtype)
+
+
 def reads_none(
     one: Traced, more: Traced, place: int, is_data: Sequence[bool] | None = None, axis: str | None = None
 ) -> list[Summand]:
-    """Returns the summands of a result that read parameters, or other inputs, but no data, and do not grow with them.
+    """Returns the summands of a result that read no data and do not grow with them, such as a penalty or a constant.
 
     one, more: the same function traced for data of two sizes, which makes different programs of what grows.
     is_data: as for `Traced.summands`. axis: of the mesh; what communicates along it reads data too.
@@ -157,12 +177,14 @@ def reads_none(
     return [
         summand
         for summand in one.summands(place, is_data)
-        if summand.reads and summand.reads.isdisjoint(numbers) and summand.text in other
+        if summand.reads.isdisjoint(numbers) and summand.text in other
     ]
 
 
-def constant(traced: Traced, place: int) -> np.ndarray:
-    """Returns a result of a traced function that depends on none of its inputs."""
+def constant(traced: Traced, place: int) -> np.ndarray | jax.Array:
+    """Returns a result of a traced function that depends on none of its inputs; traced where it closes over such."""
+    if traced.closes_over(place):
+        return traced.function(place)(None, None, None)[0]
     with jax.ensure_compile_time_eval():
         return np.asarray(traced.function(place)(None, None, None)[0])
 
@@ -174,4 +196,6 @@ def is_constant(one: Traced, more: Traced, place: int | None, of_more: int | Non
     """
     if place is None or of_more is None or any(map(any, one.reads(place))):
         return False
+    if one.closes_over(place) or more.closes_over(of_more):
+        return one.summands(place) == more.summands(of_more)
     return np.array_equal(constant(one, place), constant(more, of_more))

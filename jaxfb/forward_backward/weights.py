@@ -15,6 +15,7 @@ from jax import lax
 
 from jaxfb.forward_backward.over_context import OverContext
 from jaxfb.forward_backward.reduce import reduce_records
+from jaxfb.forward_backward.summands import CLOSED_OVER
 from jaxfb.forward_backward.traced import Traced, is_constant, reads_none
 from jaxfb.mesh import EXPERT
 from jaxfb.parallel.annotations import check_statistics
@@ -88,7 +89,7 @@ def check_sums(traced: Traced, more: Callable[[], Traced | None], params: PyTree
     Raises:
       ValueError: a total has such a summand, which does not grow with the number of rows, and no constant weight.
     """
-    suspects = _adding_parameters_alone(traced) if num_parts > 1 else []
+    suspects = _reading_no_data(traced) if num_parts > 1 else []
     larger = more() if suspects else None
     if larger is None:
         return
@@ -97,10 +98,9 @@ def check_sums(traced: Traced, more: Callable[[], Traced | None], params: PyTree
         found = reads_none(traced, larger, term.total)
         if found and not is_constant(traced, larger, term.weight, of_larger.weight):
             raise Refused(
-                f"term {name!r} adds up something that reads no row, such as a penalty on "
-                f"params{_path(params, found[0].reads)}, so it would be counted once for each of the {num_parts} "
-                "microbatches before the division; make it a term with a constant weight, which counts once: "
-                "Sum(penalty, 1.0)"
+                f"term {name!r} adds up something that reads no row, {_penalty(params, found[0].reads)}, so it would "
+                f"be counted once for each of the {num_parts} microbatches before the division; make it a term with a "
+                "constant weight, which counts once: Sum(penalty, 1.0)"
             )
 
 
@@ -122,14 +122,22 @@ def check_experts(traced: Traced, params: PyTree, is_cut: Sequence[bool]) -> Non
                 )
 
 
-def _adding_parameters_alone(traced: Traced) -> list[str]:
-    """Returns the names of the terms whose totals have a summand that reads nothing but parameters."""
-    numbers = {*range(traced.num_params)}
+def _reading_no_data(traced: Traced) -> list[str]:
+    """Returns the names of the terms whose totals have a summand that reads at most parameters."""
+    known = {CLOSED_OVER, *range(traced.num_params)}
     return [
         name
         for name, term in traced.places.terms.items()
-        if any(one.reads and one.reads <= numbers for one in traced.summands(term.total))
+        if any(one.reads <= known for one in traced.summands(term.total))
     ]
+
+
+def _penalty(params: PyTree, reads: Set) -> str:
+    """Returns what a summand that reads no row is, for a message."""
+    numbers = reads - {CLOSED_OVER}
+    if numbers:
+        return f"such as a penalty on params{_path(params, numbers)}"
+    return "a traced value that the loss function closes over" if reads else "a constant"
 
 
 def _path(params: PyTree, reads: Set) -> str:

@@ -84,6 +84,13 @@ def test_what_each_microbatch_would_count_is_refused(name):
     run(model(MIXED[name]), rows_per_microbatch=ROWS)
 
 
+def test_a_constant_that_each_microbatch_would_count_is_refused():
+    mixed = model(lambda penalty, errors, _: Sum(errors.sum() + 5.0, errors.size))
+    with pytest.raises(ValueError, match="'term' adds up something that reads no row, a constant, so"):
+        run(mixed)
+    run(mixed, rows_per_microbatch=ROWS)
+
+
 def test_what_each_microbatch_would_count_in_layers_is_refused():
     def layer_term(weights, hidden):
         return Sum(hidden.sum() + jnp.square(weights["w"]).sum(), hidden.shape[0])
@@ -102,8 +109,9 @@ def test_what_each_microbatch_would_count_in_layers_is_refused():
             (errors * at["mask"]).sum() + penalty * at["mask"].sum(), at["mask"].sum()
         ),
         lambda penalty, errors, _: Sum(errors.mean() + penalty, 1.0),
+        lambda penalty, errors, _: Sum(errors.sum() + 5.0 * len(errors), errors.size),
     ],
-    ids=["of_each", "broadcast", "times_zero", "of_the_mask", "of_means"],
+    ids=["of_each", "broadcast", "times_zero", "of_the_mask", "of_means", "constant_of_each"],
 )
 def test_sums_over_rows_are_not_refused(term):
     same(model(term), {"data": 2})
