@@ -85,7 +85,8 @@ def merge(outputs: PyTree, of_tokens: PyTree, plan: BatchPlan, mesh: Mesh) -> Py
     """
 
     def one(leaf, tokens):
-        rows = leaf.reshape(-1, *leaf.shape[2:])[: plan.rows]
+        # -1 cannot be found out of a leaf of no numbers
+        rows = leaf.reshape(leaf.shape[0] * leaf.shape[1], *leaf.shape[2:])[: plan.rows]
         if not tokens:
             return rows
         return jnp.take(rows, np.argsort(zigzag(rows.shape[1], axis_size(mesh, "context"))), axis=1)

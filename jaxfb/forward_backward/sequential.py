@@ -103,6 +103,11 @@ def layer_output(out: Any) -> tuple[PyTree, LossOutput]:
         reported = LossOutput(reported)
     if not isinstance(reported, LossOutput):
         return as_hidden("layer", out), LossOutput({})
+    if jax.tree.leaves(reported.outputs):
+        raise Refused(
+            "a layer returns (hidden, LossOutput(terms, metrics)) without outputs, which only the head has; add them "
+            "to hidden, a tree of [rows, ...] arrays that every layer hands on, and return them from the head"
+        )
     terms = {name: as_term(name, term) for name, term in reported.terms.items()}
     return as_hidden("layer", hidden), LossOutput(
         terms, {name: _layer_metric(name, m) for name, m in reported.metrics.items()}

@@ -189,3 +189,20 @@ def test_a_key_among_the_parameters_is_refused():
     fb = jaxfb.get_forward_backward_func(trainable=["gain"])
     with pytest.raises(ValueError, match=r"params\['key'\] is key<fry>; pass a key as rng"):
         fb(lambda *_: Sum(0.0), {"gain": jnp.ones(2), "key": jax.random.key(0)}, BATCH, plan)
+
+
+@pytest.mark.parametrize("sizes", [{"data": 2}, pytest.param({"pipe": 2}, marks=pytest.mark.slow)], ids=str)
+def test_outputs_of_no_numbers_have_a_row_for_each(sizes):
+    def with_outputs(outer, hidden, microbatch, rng):
+        return LossOutput(head(outer, hidden, microbatch, rng).terms, {}, [hidden[:, :0], hidden[:, :1]])
+
+    nothing, first = run(Pipelined(embed, layer, with_outputs), PARAMS, sizes).outputs
+    assert nothing.shape == (ROWS, 0) and first.shape == (ROWS, 1)
+
+
+def test_outputs_of_a_layer_are_refused():
+    def with_outputs(weights, hidden, microbatch, rng):
+        return layer(weights, hidden, microbatch, rng), LossOutput({}, {}, hidden)
+
+    with pytest.raises(ValueError, match=r"without outputs, which only the head has; add them to hidden"):
+        run(Pipelined(embed, with_outputs, head), PARAMS, {"pipe": 2})
