@@ -20,15 +20,45 @@ from jax.sharding import PartitionSpec as P
 from jaxfb.batch_plan import BatchPlan
 from jaxfb.mesh import axis_size, data_parallel
 from jaxfb.parallel.annotations import check_kinds
-from jaxfb.refusal import INT64, Refused, function, integer, shown
+from jaxfb.refusal import INT64, Refused, function, instance, integer, shown
 from jaxfb.trainable import Patterns, pruned
-from jaxfb.types import Pipelined, PyTree
+from jaxfb.types import Counted, Halves, Pipelined, PyTree, VocabularyParallel
 
+_RNG = "; rng is an array of keys, one for each row, or None"
 _LOSS_FN = "(params, microbatch, rng)"
 _STAGES = {
     "embed": "(outer, microbatch, rng)",
     "layer": "(layer_params, hidden, microbatch, rng)",
     "head": "(outer, hidden, microbatch, rng)",
+}
+_OPTIONAL = {
+    "param_specs": "(params)",
+    "unembed": "(outer, hidden)",
+    "layer_piece": "(layer_params, hidden, microbatch, rng, piece)",
+    "check": "(microbatch, num_parts)",
+    "tables": "(outer)",
+}
+_GROUPS: dict[str, tuple[type, dict[str, str]]] = {
+    "vocabulary": (
+        VocabularyParallel,
+        {
+            "dims": "(outer)",
+            "embed": "(outer, microbatch, rng, axis)",
+            "head": "(outer, hidden, microbatch, rng, axis)",
+            "shared": "(outer)",
+        },
+    ),
+    "counted": (
+        Counted,
+        {"leaves": "(params)", "before": "(params, metrics)", "after": "(params, metrics)"},
+    ),
+    "halves": (
+        Halves,
+        {
+            "first": "(layer_params, hidden, microbatch, rng)",
+            "second": "(layer_params, hidden, microbatch, rng, beside)",
+        },
+    ),
 }
 _MODEL = f"a loss function {_LOSS_FN} -> LossOutput or Sum, or a jaxfb.Pipelined(embed, layer, head)"
 _WITHOUT_THE_REST = (
@@ -42,9 +72,7 @@ def check_model(model: Any) -> None:
     if isinstance(model, Pipelined):
         for name, arguments in _STAGES.items():
             _check_function(f"Pipelined.{name}", getattr(model, name), arguments)
-        if model.layer_piece is not None:
-            arguments = "(layer_params, hidden, microbatch, rng, piece)"
-            _check_function("Pipelined.layer_piece", model.layer_piece, arguments)
+        _check_optional(model)
     elif not callable(model) or isinstance(model, type):
         raise Refused(f"model must be {_MODEL}, got {shown(model)}")
     else:
@@ -56,6 +84,21 @@ def check_model(model: Any) -> None:
             f"a model must be hashable, since it decides which compiled program runs, but {_called(model)} is not "
             f"({error}); write a plain function {_LOSS_FN} that is given its arrays in params"
         ) from None
+
+
+def _check_optional(model: Pipelined) -> None:
+    """Raises ValueError for a member of a `Pipelined` beside its three functions that is not what it must be."""
+    for name, arguments in _OPTIONAL.items():
+        if getattr(model, name) is not None:
+            _check_function(f"Pipelined.{name}", getattr(model, name), arguments)
+    for name, (kind, functions) in _GROUPS.items():
+        group = getattr(model, name)
+        if group is None:
+            continue
+        instance(f"Pipelined.{name}", group, kind, f"a jaxfb.types.{kind.__name__} or None")
+        for part, arguments in functions.items():
+            if (given := getattr(group, part)) is not None:
+                _check_function(f"Pipelined.{name}.{part}", given, arguments)
 
 
 def check_plan(plan: Any, mesh: Mesh, forward_only: bool) -> None:
@@ -279,8 +322,8 @@ def _check_function(what: str, given: Any, arguments: str) -> None:
         signature.bind(*arguments.split(","))
     except TypeError:
         raise Refused(
-            f"{what} must take {arguments}, but {_called(given)} takes {signature}; rng is an array of keys, one for "
-            "each row, or None"
+            f"{what} must take {arguments}, but {_called(given)} takes {signature}"
+            f"{_RNG if 'rng' in arguments else ''}"
         ) from None
 
 

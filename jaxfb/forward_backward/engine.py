@@ -25,7 +25,7 @@ from jaxfb.forward_backward.arguments import (
     checked_weights,
 )
 from jaxfb.forward_backward.microbatches import split
-from jaxfb.forward_backward.offered import check_offers_pieces, check_parts, counts_before
+from jaxfb.forward_backward.offered import check_marks, check_offers_pieces, check_parts, counts_before
 from jaxfb.forward_backward.options import EngineKeywords, EngineOptions, check_names, with_options
 from jaxfb.forward_backward.packed import Packed
 from jaxfb.forward_backward.pieces import check_lengths
@@ -225,8 +225,9 @@ class ForwardBackward:
         check_params(params, forward_only, concrete, self.options.trainable)
         if isinstance(model, Pipelined):
             num_layers(params)  # refuses what is no dict with layers
-        leaves = dict(params) if isinstance(model, Pipelined) else params
-        return leaves, resolve(self.mesh, self.options, model, leaves, plan)
+            params = dict(params)
+            check_marks(model, params, self.mesh)
+        return params, resolve(self.mesh, self.options, model, params, plan)
 
     def check_plan(self, model: LossFn | Pipelined, plan: BatchPlan, forward_only: bool = False) -> None:
         """Raises the ValueError of a call with this model and this plan, if it would with any params."""

@@ -22,14 +22,14 @@ from jaxfb.forward_backward.mixed_stage import MixedStage
 from jaxfb.forward_backward.overwriting import Overwriting, overwriting_pays
 from jaxfb.forward_backward.piece_stage import PieceStage
 from jaxfb.forward_backward.remat import PIPELINE_KEEPS, checkpoint_layer
-from jaxfb.forward_backward.sequential import as_is, layer_output
+from jaxfb.forward_backward.sequential import as_is, layer_output, piece_output
 from jaxfb.forward_backward.stage import Stage
 from jaxfb.mesh import kind_here, platform_here
 from jaxfb.parallel import data, sharding, tensor
 from jaxfb.parallel.table import Table
 from jaxfb.recomputation import Half, remat_parts
 from jaxfb.trainable import is_trained, joined, like
-from jaxfb.types import LossOutput, Pipelined, PyTree, outer_params
+from jaxfb.types import Pipelined, PyTree, outer_params
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ class Execution:
         def of_piece(shards, hidden, given, rng):
             assert model.layer_piece is not None  # `check_pieces` refuses a model without
             arguments = gather(shards), hidden, given.microbatch, rng, given.piece
-            return model.layer_piece(*arguments), LossOutput({})
+            return piece_output(model.layer_piece(*arguments))
 
         layer = whole if num_pieces == 1 else of_piece
         halves = model.halves if remat == "halves" and num_pieces == 1 else None

@@ -18,6 +18,7 @@ from jaxfb.forward_backward.layer_passes import LayerPasses, Layers, StageInputs
 from jaxfb.forward_backward.sequential import layer_output
 from jaxfb.forward_backward.stage import Stage
 from jaxfb.forward_backward.unrounded import unrounded
+from jaxfb.refusal import Refused, shown
 from jaxfb.trainable import joined
 from jaxfb.types import LossOutput, PyTree
 
@@ -37,7 +38,13 @@ class LayerInHalves(NamedTuple):
         self, beside: PyTree, params, between, microbatch, rng
     ) -> tuple[tuple[PyTree, LossOutput], PyTree]:
         """Returns ((hidden, its terms and metrics), beside)."""
-        out, beside = self.second(params, between, microbatch, rng, beside)
+        answer = self.second(params, between, microbatch, rng, beside)
+        if not (isinstance(answer, tuple) and len(answer) == 2):
+            raise Refused(
+                "Pipelined.halves.second must return two results, (what layer returns, beside), got "
+                f"{shown(answer)}"
+            )
+        out, beside = answer
         return layer_output(out), beside
 
 

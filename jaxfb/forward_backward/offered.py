@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import Mesh
 
-from jaxfb.refusal import Refused
-from jaxfb.types import Counted, LossFn, Pipelined, PyTree
+from jaxfb.forward_backward.arguments import leaves_of
+from jaxfb.mesh import SHARD_AXES, axis_size
+from jaxfb.refusal import Refused, shown
+from jaxfb.types import Counted, LossFn, Pipelined, PyTree, outer_params
 
 
 def counted_of(model: LossFn | Pipelined) -> Counted | None:
@@ -19,6 +24,52 @@ def counts_before(model: LossFn | Pipelined) -> bool:
     """Returns whether the model reads statistics of the whole global batch before its backward."""
     counted = counted_of(model)
     return counted is not None and counted.before is not None
+
+
+def check_marks(model: Pipelined, params: PyTree, mesh: Mesh) -> None:
+    """Raises ValueError where a member that marks parameters does not give a tree like them, of what it has to be.
+
+    params: a plain dict. Asked are those members that a call on this mesh reads.
+    """
+    outer = outer_params(params)
+    if model.counted is not None:
+        _check_each(
+            "Pipelined.counted.leaves", model.counted.leaves(params), params, "True or False", _is_bool
+        )
+    if model.vocabulary is not None and axis_size(mesh, "pipe") > 1:
+        _check_dims("Pipelined.vocabulary.dims", model.vocabulary.dims(outer), outer)
+        if (shared := model.vocabulary.shared) is not None:
+            _check_each("Pipelined.vocabulary.shared", shared(outer), outer, "True or False", _is_bool)
+    if model.tables is not None and axis_size(mesh, *SHARD_AXES) > 1:
+        _check_dims("Pipelined.tables", model.tables(outer), outer)
+
+
+def _check_dims(who: str, given: PyTree, outer: PyTree) -> None:
+    def is_dim(mark: Any, leaf: Any) -> bool:
+        is_integer = isinstance(mark, int | np.integer) and not isinstance(mark, bool)
+        return is_integer and -1 <= int(mark) < len(leaf.shape)
+
+    _check_each(who, given, outer, "one of its dims, or -1", is_dim)
+
+
+def _is_bool(mark: Any, _: Any) -> bool:
+    return isinstance(mark, bool | np.bool_ | int | np.integer)
+
+
+def _check_each(
+    who: str, given: PyTree, like: PyTree, what: str, is_right: Callable[[Any, Any], bool]
+) -> None:
+    if jax.tree.structure(given) != jax.tree.structure(like):
+        raise Refused(
+            f"{who} must give a tree like the parameters that it is given, such as jax.tree.map(lambda _: "
+            f"{what.split()[-1]}, given) with some leaves changed, got {shown(given)}"
+        )
+    for (path, leaf), mark in zip(leaves_of("params", like), jax.tree.leaves(given), strict=True):
+        if not is_right(mark, leaf):
+            raise Refused(
+                f"{who} must give {what} for each parameter, for {jax.tree_util.keystr(path)} of shape "
+                f"{tuple(leaf.shape)} it gives {shown(mark)}"
+            )
 
 
 def check_parts(model: LossFn | Pipelined, microbatches: PyTree, parts_of_each: int) -> None:

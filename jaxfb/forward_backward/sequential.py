@@ -114,6 +114,21 @@ def layer_output(out: Any) -> tuple[PyTree, LossOutput]:
     )
 
 
+def piece_output(out: Any) -> tuple[tuple[PyTree, PyTree], LossOutput]:
+    """Returns what a layer returned of a piece, (hidden, own), with the terms and metrics that it cannot have."""
+    if not (isinstance(out, tuple) and len(out) == 2):
+        raise Refused(f"Pipelined.layer_piece must return two results, (hidden, own), got {shown(out)}")
+    hidden, own = as_hidden("layer_piece", out[0]), out[1]
+    rows_and_tokens = jax.tree.leaves(hidden)[0].shape[:2]
+    for path, leaf in leaves_of("what layer_piece returns as `own`", own):
+        if leaf.shape[:2] != rows_and_tokens or not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise Refused(
+                "Pipelined.layer_piece must return a tree of float arrays [rows, tokens, ...] as `own`, but "
+                f"own{jax.tree_util.keystr(path)} is in {leaf.dtype} and of shape {leaf.shape}"
+            )
+    return (hidden, own), LossOutput({})
+
+
 def as_hidden(what: str, hidden: PyTree, rows: int | None = None) -> PyTree:
     """Returns `hidden` itself if it is a tree of arrays of numbers, [rows, ...] where rows is given.
 
