@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxfb.models import grouped_matmul, splash
@@ -74,10 +75,21 @@ def _input_named(layer: Callable) -> Callable:
 
 
 def _products_with_weights_and_flash_attention(primitive, *shapes, **params) -> bool:
+    if _may_be_complex(primitive, shapes, params):
+        return False
     if primitive.name in _FLASH or (primitive.name == "name" and params["name"] in _NAMED):
         return True
     return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *shapes, **params)
 
 
-def _all_but_gathered(primitive, *_, **__) -> bool:
-    return primitive.name != "all_gather" and primitive.name not in _VIEWS
+def _all_but_gathered(primitive, *shapes, **params) -> bool:
+    kept = primitive.name != "all_gather" and primitive.name not in _VIEWS
+    return kept and not _may_be_complex(primitive, shapes, params)
+
+
+def _may_be_complex(primitive, shapes, params) -> bool:
+    """Returns whether a result may be complex, which `jax.checkpoint` cannot keep (seen on jax 0.10.2)."""
+    dtypes = [getattr(one, "dtype", None) for one in shapes] + [params.get("new_dtype"), params.get("dtype")]
+    return primitive.name in ("complex", "fft") or any(
+        dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes
+    )
