@@ -82,7 +82,7 @@ def cell_at(device: int, tick: int, cell: Any) -> tuple[Action, ...]:
     try:
         return parse_cell(cell)
     except Refused as error:
-        raise Refused(f"{error} on device {device} in tick {tick}", error.choices) from None
+        raise Refused(f"{error} on device {device} in tick {tick}") from None
 
 
 def _checked(action: Any) -> Action:
