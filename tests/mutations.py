@@ -2126,6 +2126,13 @@ MUTATIONS = (
         "inference/test_scores.py::test_a_chat_that_the_harness_gives_back_has_the_tokens_of_the_template",
     ),
     Mutation(
+        "contexts_without_the_start_token",
+        "inference/complete.py",
+        "ids if has else np.concatenate([before, ids])",
+        "ids",
+        "inference/test_scores.py::test_a_choice_and_a_request_stand_behind_the_start_token",
+    ),
+    Mutation(
         "linked_directories_are_left_out",
         "data/sources.py",
         "followlinks=True",

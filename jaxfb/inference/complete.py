@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxfb.data.tokenizer import Tokenizer
 from jaxfb.inference.model import Model
 from jaxfb.inference.prompts import Message, Prompt, check_prompt
 from jaxfb.models.generate import generate, stream
@@ -70,6 +71,7 @@ def complete(
     batch: int = 16,
     stops: Sequence[str] = (),
     names: Sequence[str] | None = None,
+    last: int | None = None,
 ) -> list[list[str]]:
     """Returns the continuations of each prompt, `how.samples` of them.
 
@@ -78,11 +80,12 @@ def complete(
     Args:
       prompts: texts, or lists of messages. With a chat template a text is a user's message.
       raw: continue texts even so, each after the tokens that the tokenizer puts before a text.
-      rendered: texts are those of a template already: names of special tokens in them are these tokens, none is put
-        before, and what ends an answer ends a continuation.
+      rendered: texts are those of a template already: names of special tokens in them are these tokens, the tokenizer
+        puts none before a text that begins with its start token, and what ends an answer ends a continuation.
       batch: rows that are continued at the same time.
       stops: texts that end a continuation too; they are left out of it.
       names: what refusals call each prompt; None: by its number.
+      last: so many tokens of a prompt are looked at, the last ones; None: all.
     Raises:
       ValueError: a prompt is empty or longer than memory allows, or a setting is out of range.
     """
@@ -92,13 +95,15 @@ def complete(
     names = names or [f"prompt {number} of {len(prompts)}" for number in range(1, len(prompts) + 1)]
     named = list(zip(prompts, names, strict=True))
     if rendered:
-        read = model.tokenizer.encode_template(prompts, [False] * len(prompts))
+        read = encode_texts(model.tokenizer, prompts, rendered=True)
         encoded = [
             ids if len(ids) else ids_of(model, one[0], True, one[1])
             for ids, one in zip(read, named, strict=True)
         ]
     else:
         encoded = [ids_of(model, prompt, raw, name) for prompt, name in named]
+    if last is not None:
+        encoded = [ids[-integer("last", last, who="[generate]") :] for ids in encoded]
     rows = [(k, ids) for k, ids in enumerate(encoded) for _ in range(how.samples)]
     found: list[list[str]] = [[] for _ in prompts]
     ends = (replace(model, chat=None) if raw and not rendered else model).stop_tokens
@@ -181,10 +186,20 @@ def _encoded(model: Model, prompt: Prompt, raw: bool) -> np.ndarray:
                 f"[generate] {model.name} has no chat template for messages; give the prompt as a string"
             )
         return model.chat.prompts([messages])[0]
-    start = model.tokenizer.before_text
-    if not prompt and not start and model.tokenizer.start_id is not None:
-        start = (model.tokenizer.start_id,)
-    return np.array([*start, *model.tokenizer.encode([prompt])[0]], np.int32)
+    (ids,) = encode_texts(model.tokenizer, [prompt])
+    start = model.tokenizer.start_id
+    return np.array([start], np.int32) if len(ids) == 0 and start is not None else ids
+
+
+def encode_texts(tokenizer: Tokenizer, texts: Sequence[str], rendered: bool = False) -> list[np.ndarray]:
+    """Returns i32[n] of each text, after the tokens that the tokenizer's file puts before every text (Llama, Gemma).
+
+    rendered: names of special tokens are tokens, and a text that begins with the first of those tokens gets no other.
+    """
+    texts, before = list(texts), np.array(tokenizer.before_text, np.int32)
+    read = tokenizer.encode_template(texts, [False] * len(texts)) if rendered else tokenizer.encode(texts)
+    begun = [rendered and len(ids) > 0 and ids[0] in before[:1] for ids in read]
+    return [ids if has else np.concatenate([before, ids]) for ids, has in zip(read, begun, strict=True)]
 
 
 def text_of(model: Model, row: np.ndarray, ends: Sequence[int]) -> str:

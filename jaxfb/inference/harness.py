@@ -13,10 +13,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jaxfb.inference.complete import Sampling, complete
+from jaxfb.inference.complete import Sampling, complete, encode_texts
 from jaxfb.inference.model import open_model
 from jaxfb.inference.scores import Scorer
 from jaxfb.inference.tasks import encode_pair
+from jaxfb.refusal import Refused
 from jaxfb.training.compile_cache import use_compile_cache
 
 try:
@@ -27,13 +28,21 @@ except ImportError:
 
 
 _Base: Any = LM
+TOKENS = (
+    "max_gen_toks",
+    "max_new_tokens",
+    "max_tokens",
+    "max_completion_tokens",
+)  # the first that is given counts
 
 
 class HarnessModel(_Base):
     """The interface that the harness calls: loglikelihood, loglikelihood_rolling, generate_until.
 
     A request is any object whose `args` are the arguments of that kind. The numbers are those of the harness's own
-    class for transformers (`hf`): contexts are cut from the left, texts are scored in windows.
+    class for transformers (`hf`): contexts are cut from the left, texts are scored in windows, and what the tokenizer
+    puts before every text (Llama's and Gemma's start token) stands before contexts and texts that do not begin with it.
+    In `loglikelihood_rolling` such a token is scored too, after another one, as there.
 
     Args:
       path: a run, a config, or a directory of Hugging Face files.
@@ -76,10 +85,14 @@ class HarnessModel(_Base):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Returns the text of messages, as the harness gives it back in requests."""
+        """Returns the text of messages, as the harness gives it back in requests.
+
+        add_generation_prompt: what opens an answer follows. Otherwise the last message is left open, to be continued.
+        """
         if self.model.chat is None:
             return "\n".join(message["content"] for message in chat_history)
-        return self.model.chat.render(chat_history, opening=add_generation_prompt)
+        text = self.model.chat.render(chat_history, opening=add_generation_prompt)
+        return text if add_generation_prompt else _open(text, chat_history[-1]["content"])
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Returns (log-probability of the continuation, whether it is the greedy one) of (context, continuation)."""
@@ -88,31 +101,54 @@ class HarnessModel(_Base):
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Returns the log-probability of each whole text, of requests (text,)."""
-        return [self.scorer.score_text(self._ids(request.args[0])).log_prob for request in requests]
+        texts = encode_texts(self.model.tokenizer, [request.args[0] for request in requests], rendered=True)
+        return [self.scorer.score_text(ids).log_prob for ids in texts]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Returns continuations of (context, settings): until, max_gen_toks, temperature, do_sample, top_k, top_p."""
+        """Returns continuations of (context, settings): until, max_gen_toks, temperature, do_sample, top_k, top_p, min_p.
+
+        Of a context the last tokens are looked at, as many as leave space for the continuation within `max_length`.
+
+        Raises:
+          ValueError: none would be left.
+        """
         return [self._continuation(*request.args) for request in requests]
 
     def _pair(self, context: str, continuation: str) -> tuple[Any, Any]:
         if context:
             return encode_pair(self.model.tokenizer, context, continuation, rendered=True)
-        return [], self._ids(continuation)
-
-    def _ids(self, text: str) -> Any:
-        """Returns the ids of a text, in which the harness may have put what `apply_chat_template` gave it."""
-        return self.model.tokenizer.encode_template([text], [False])[0]
+        (ids,) = self.model.tokenizer.encode_template([continuation], [False])
+        begun = int(len(ids) > 0 and ids[0] == self.scorer.first_token)  # one start token is enough
+        return ids[:begun], ids[begun:]
 
     def _continuation(self, context: str, settings: dict[str, Any]) -> str:
         until = settings.get("until") or []
         stops = [until] if isinstance(until, str) else list(until)
-        tokens = int(settings.get("max_gen_toks", self._tokens))
+        tokens = int(
+            next((settings[name] for name in TOKENS if settings.get(name) is not None), self._tokens)
+        )
+        if tokens >= self.max_length:
+            raise Refused(
+                f"[eval] max_gen_toks={tokens} leaves none of max_length={self.max_length} tokens for the context; use "
+                f"max_gen_toks={max(self.max_length // 2, 1)}, or max_length={2 * tokens}"
+            )
         sampled = settings.get("do_sample", float(settings.get("temperature") or 0) > 0)
-        how = Sampling(tokens, float(settings.get("temperature") or 1.0) if sampled else 0.0)
+        how = Sampling(tokens)
         if sampled:
-            how = Sampling(tokens, how.temperature, settings.get("top_k"), settings.get("top_p"))
+            filters = {name: settings.get(name) for name in ("top_k", "top_p", "min_p")}
+            how = Sampling(tokens, float(settings.get("temperature") or 1.0), **filters)
         stops = [stop for stop in stops if stop]
-        return complete(self.model, [context], how, rendered=True, batch=1, stops=stops)[0][0]
+        last = self.max_length - tokens
+        return complete(self.model, [context], how, rendered=True, batch=1, stops=stops, last=last)[0][0]
+
+
+def _open(text: str, last: str) -> str:
+    """Returns the text of a chat up to the end of its last message, as transformers cuts it to be continued."""
+    at = text.rfind(last.strip())
+    if at < 0:  # the template writes it otherwise
+        return text
+    whole = text[at : at + len(last.lstrip())] == last.lstrip()
+    return text[: at + len(last.lstrip() if whole else last.strip())]
 
 
 if register_model is not None:

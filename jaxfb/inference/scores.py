@@ -54,9 +54,15 @@ class Scorer:
 
     @property
     def first_token(self) -> int:
-        """Returns the id that a text begins with: the start of a document, or else its end."""
-        tokenizer = self.model.tokenizer
+        """Returns the id that a text begins with: the start of a document, or else its end.
+
+        Files of a chat model that name no start token (Qwen's) name the end themselves.
+        """
+        tokenizer, named = self.model.tokenizer, {} if self.model.chat is None else self.model.chat.variables
         found = tokenizer.start_id if tokenizer.start_id is not None else tokenizer.eos_id
+        name = named.get("bos_token") or named.get("eos_token")
+        if name and (own := tokenizer.id_of(name)) is not None:
+            found = own
         if found is None:
             raise Refused(
                 "[eval] this tokenizer has no token to begin a text with; give every text a context"

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxfb.data.tokenizer import Tokenizer
-from jaxfb.inference.complete import Sampling, complete
+from jaxfb.inference.complete import Sampling, complete, encode_texts
 from jaxfb.inference.model import Model
 from jaxfb.inference.prompts import lines_of, prompt_in, read_text, record_of
 from jaxfb.inference.scores import Score, Scorer
@@ -114,10 +114,10 @@ def encode_pair(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the ids of both, encoded as one text and cut where the context ends, as lm-evaluation-harness does.
 
-    White space at the end of the context counts to the continuation. rendered: names of special tokens are tokens.
+    White space at the end of the context counts to the continuation. What the tokenizer puts before every text is in
+    the context. rendered: as `encode_texts`.
     """
-    texts = [context + continuation, context.rstrip()]
-    whole, first = tokenizer.encode_template(texts, [False] * 2) if rendered else tokenizer.encode(texts)
+    whole, first = encode_texts(tokenizer, [context + continuation, context.rstrip()], rendered)
     return whole[: len(first)], whole[len(first) :]
 
 

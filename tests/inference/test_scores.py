@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ from jaxfb.inference.scores import Scorer, perplexity, windows
 from jaxfb.inference.tasks import Question, answer, encode_pair, normalized, read_task
 
 GOLDEN = Path(__file__).parent.parent / "golden"
+START = 256
 SMALL = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "num_kv_heads": 1, "mlp_size": 16}
 
 
@@ -156,6 +158,86 @@ def test_a_chat_that_the_harness_gives_back_has_the_tokens_of_the_template(direc
     assert harness.generate_until(asked) == complete(harness.model, [message], Sampling(tokens=4))[0]
     empty = [SimpleNamespace(args=("", {"until": []}))]  # begins a document
     assert len(harness.generate_until(empty)) == 1
+
+
+@pytest.fixture(scope="module")
+def started(directory, tmp_path_factory):
+    """The same model with a tokenizer that puts a start token before every text, as Llama's and Gemma's do."""
+    path = tmp_path_factory.mktemp("hub") / "started"
+    shutil.copytree(directory, path)
+    values = json.loads((path / "tokenizer.json").read_text())
+    single = [
+        {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+    ]
+    known = {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [START], "tokens": ["<|endoftext|>"]}}
+    processor = {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": known}
+    (path / "tokenizer.json").write_text(json.dumps({**values, "post_processor": processor}))
+    return path
+
+
+def test_a_choice_and_a_request_stand_behind_the_start_token(started):
+    """As in lm-evaluation-harness's class for transformers, which leaves start tokens to the tokenizer."""
+    harness = HarnessModel(str(started), max_length=32, overrides="mesh.data=1")
+    model = harness.model
+    a, b, is_ = (model.tokenizer.encode([text])[0].tolist() for text in ("<|endoftext|>", " b", "Is"))
+    assert len(a) > 1  # as a text
+    for name, (context, continuation), expected in (
+        ("a context", ("Is", " b"), ([START, *is_], b)),
+        ("none", ("", " b"), ([START], b)),
+        ("one that begins with it", ("<|endoftext|>Is", " b"), ([START, *is_], b)),
+        ("white space", (" ", "b"), ([START], b)),
+        ("a continuation that begins with it", ("", "<|endoftext|> b"), ([START], b)),
+    ):
+        context, continuation = harness._pair(context, continuation)
+        found = (list(context) or [harness.scorer.first_token], list(continuation))
+        assert found == expected, name
+    of_a_task = encode_pair(model.tokenizer, "Is", " b")
+    assert [list(one) for one in of_a_task] == [[START, *is_], b]
+    assert list(encode_pair(model.tokenizer, "<|endoftext|>", " b")[0]) == [START, *a]  # a user's text
+    (found,) = harness.loglikelihood([SimpleNamespace(args=("Is", " b"))])
+    np.testing.assert_allclose(found[0], by_hand(model, [START, *is_], b)[0], rtol=1e-5)
+    for text in ("Is b", "<|endoftext|>Is b"):
+        (rolled,) = harness.loglikelihood_rolling([SimpleNamespace(args=(text,))])
+        np.testing.assert_allclose(rolled, by_hand(model, [START], [START, *is_, *b])[0], rtol=1e-5)
+    alone = perplexity(harness.scorer, "Is b")
+    np.testing.assert_allclose(
+        -4 * alone["nats_per_token"], by_hand(model, [START], [*is_, *b])[0], rtol=1e-5
+    )
+
+
+def test_a_continuation_of_the_harness_begins_with_the_start_token_and_has_space(started, monkeypatch):
+    seen = []
+    harness = HarnessModel(str(started), max_length=8, overrides="mesh.data=1", max_gen_toks=4)
+    letter = harness.model.tokenizer.encode(["A"])[0][None]
+    drawn = lambda model, prompts, *more: seen.extend(prompts) or letter  # noqa: E731
+    monkeypatch.setattr("jaxfb.inference.complete._drawn", drawn)
+    ask = lambda text, **settings: harness.generate_until([SimpleNamespace(args=(text, settings))])  # noqa: E731
+    for text, settings in (("ab", {}), ("<|endoftext|>ab", {}), ("", {}), ("abcdefg", {"max_new_tokens": 2})):
+        assert ask(text, **settings) == ["A"]
+    ids = harness.model.tokenizer.encode(["ab", "bcdefg"])
+    begun = [START, *ids[0]]
+    assert [list(one) for one in seen] == [begun, begun, [START], list(ids[1])]
+    with pytest.raises(
+        ValueError, match="max_gen_toks=8 leaves none of max_length=8 .* use max_gen_toks=4, or max"
+    ):
+        ask("ab", max_tokens=8)
+
+
+def test_a_text_begins_with_the_start_token_that_its_files_name_or_else_with_the_end(directory, scorer):
+    tokenizer = scorer.model.tokenizer
+    for bos, expected in (("<|im_start|>", 257), ("", 258)):  # SmolLM2's, and Qwen's, which is null
+        chat = make_chat(tokenizer, "plain", None, {"bos_token": bos, "eos_token": "<|im_end|>"})
+        model = dataclasses.replace(scorer.model, chat=chat)
+        assert Scorer(model, 32, rows=2).first_token == expected
+
+
+def test_a_last_message_that_is_to_be_continued_stays_open(directory):
+    harness = HarnessModel(str(directory), max_length=32, overrides="mesh.data=1")
+    asked = {"role": "user", "content": "Who?"}
+    for content, end in (("I am", "I am"), ("I am ", "I am "), ("", "<|im_end|>\n")):
+        text = harness.apply_chat_template([asked, {"role": "assistant", "content": content}], False)
+        assert text.endswith(f"<|im_start|>assistant\n{end}")
 
 
 @pytest.mark.slow
