@@ -105,9 +105,10 @@ class HarnessModel(_Base):
         return [self.scorer.score_text(ids).log_prob for ids in texts]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Returns continuations of (context, settings): until, max_gen_toks, temperature, do_sample, top_k, top_p, min_p.
+        """Returns continuations of (context, settings).
 
-        Of a context the last tokens are looked at, as many as leave space for the continuation within `max_length`.
+        settings: until, max_gen_toks, temperature, do_sample, top_k, top_p, min_p. Of a context the last
+          max_length - max_gen_toks tokens are looked at.
 
         Raises:
           ValueError: none would be left.
