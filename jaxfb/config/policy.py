@@ -165,7 +165,7 @@ class PolicyConfig:
     aggregation:   null is the surrogate's own. scale: divisor of "seq-mean-token-sum-norm".
     kl_coef:       coefficient of the KL to the reference as a term of the loss; 0: none.
     kl_estimator:  k1, k2, k3, abs, ...
-    entropy_coef:  coefficient of the entropy bonus.
+    entropy_coef:  coefficient of the entropy bonus; below 0 it penalizes entropy, as in `PolicyLoss`.
     """
 
     surrogate: Annotated[str, SURROGATES] = "ppo"
@@ -177,7 +177,7 @@ class PolicyConfig:
     entropy_coef: float = 0.0
 
     def __post_init__(self):
-        at_least_zero("policy", kl_coef=self.kl_coef, entropy_coef=self.entropy_coef)
+        at_least_zero("policy", kl_coef=self.kl_coef)
 
 
 @dataclass(frozen=True)

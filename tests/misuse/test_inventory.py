@@ -45,6 +45,7 @@ NOT_DATA = {
         callbacks.py::_check_names forward_backward/engine.py::ForwardBackward.check_plan
         forward_backward/packed.py::Packed.keys forward_backward/packed.py::row_lengths
         forward_backward/resolved.py::layout_for
+        inference/harness.py::HarnessModel._continuation
         losses/aggregation.py::check_aggregation losses/coupling.py::check_rows_uncoupled
         parallel/context.py::exchanged parallel/context.py::later parallel/set_mesh.py::entered
         schedules/placement.py::channel_of update/extra_arguments.py::updated

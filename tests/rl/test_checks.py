@@ -161,6 +161,10 @@ def test_the_config_and_the_code_know_the_same_names():
     assert set(vars(PlansConfig(train=None))) == set(PURPOSES)
 
 
+def test_entropy_may_be_penalized_as_by_the_loss_itself():
+    assert with_(policy={"entropy_coef": -0.01}).policy.entropy_coef == -0.01
+
+
 BAD_SETTINGS = [
     ({"reward": {"kl_coef": 0.1, "kl_estimator": "k7"}}, "reward.kl_estimator='k7' must be one of k1, k2, k3, abs"),
     ({"reward": {"kl_coef": 0.1, "kl_estimator": "k3+"}}, "reward.kl_estimator='k3.' .*did you mean k3"),
