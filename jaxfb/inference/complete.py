@@ -187,8 +187,9 @@ def _encoded(model: Model, prompt: Prompt, raw: bool) -> np.ndarray:
             )
         return model.chat.prompts([messages])[0]
     (ids,) = encode_texts(model.tokenizer, [prompt])
-    start = model.tokenizer.start_id
-    return np.array([start], np.int32) if len(ids) == 0 and start is not None else ids
+    if not prompt and len(ids) == 0 and model.tokenizer.start_id is not None:
+        return np.array([model.tokenizer.start_id], np.int32)
+    return ids
 
 
 def encode_texts(tokenizer: Tokenizer, texts: Sequence[str], rendered: bool = False) -> list[np.ndarray]:
