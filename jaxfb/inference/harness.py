@@ -136,8 +136,8 @@ class HarnessModel(_Base):
         sampled = settings.get("do_sample", float(settings.get("temperature") or 0) > 0)
         how = Sampling(tokens)
         if sampled:
-            filters = (settings.get(name) for name in ("top_k", "top_p", "min_p"))
-            how = Sampling(tokens, float(settings.get("temperature") or 1.0), *filters)
+            top_k, top_p, min_p = (settings.get(name) for name in ("top_k", "top_p", "min_p"))
+            how = Sampling(tokens, float(settings.get("temperature") or 1.0), top_k, top_p, min_p)
         stops = [stop for stop in stops if stop]
         last = self.max_length - tokens
         return complete(self.model, [context], how, rendered=True, batch=1, stops=stops, last=last)[0][0]
