@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from jaxfb.process.exit_codes import DONE, FAULTY, GAVE_UP, LOST, REFUSED, RESUMABLE, UNWRITTEN
 from jaxfb.process.loopback import free_port
-from jaxfb.process.signals import caught_here
+from jaxfb.process.signals import ENDING, caught_here
 
 # after these another start would change nothing
 FINAL = (DONE, REFUSED, UNWRITTEN, RESUMABLE, GAVE_UP, FAULTY)
@@ -49,13 +49,15 @@ class Supervisor:
     def run(self) -> int:
         """Returns the exit code of the job: 0 only if every process of the last start ended with 0.
 
-        SIGTERM, SIGINT and SIGHUP are passed on to every process; the job is then not started again.
+        SIGTERM, SIGINT and SIGHUP are passed on to every process; the job is then not started again. Where a process
+        was killed the code is 128 and the signal, as a shell has it.
         """
         self._children: list[subprocess.Popen] = []
-        self._signalled = False
+        self._signalled: int | None = None
         before = {number: signal.signal(number, self._pass_on) for number in caught_here()}
         try:
-            return self._supervise()
+            code = self._supervise()
+            return code if code >= 0 else 128 - code
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -65,6 +67,8 @@ class Supervisor:
         while True:
             began = time.monotonic()
             code = self._run_once(restarted)
+            if self._signalled and -code in ENDING:  # it came before the process could catch it
+                return RESUMABLE
             if code in FINAL or self._signalled:
                 return code
             failures = 1 if time.monotonic() - began > self.healthy else failures + 1
@@ -82,14 +86,24 @@ class Supervisor:
             restarted = True
 
     def _run_once(self, restarted: bool) -> int:
+        try:
+            self._start_all(restarted)
+            return self._wait()
+        except OSError as error:  # such as too many processes
+            started = f"process {len(self._children)} of {self.processes}"
+            self.report(f"jaxfb: [launch] {started} could not be started: {error.strerror or error}")
+            return LOST
+        finally:
+            self._end_all()
+
+    def _start_all(self, restarted: bool) -> None:
         coordinator = f"127.0.0.1:{free_port()}" if self.processes > 1 else None
         for index in range(self.processes):
             line, environment = self.command(index, self.processes, coordinator, restarted)
-            self._children.append(subprocess.Popen(line, env={**os.environ, **environment}))
-        try:
-            return self._wait()
-        finally:
-            self._end_all()
+            child = subprocess.Popen(line, env={**os.environ, **environment})
+            self._children.append(child)
+            if self._signalled:  # while it was being started, so that it was not passed on to it
+                child.send_signal(self._signalled)
 
     def _wait(self) -> int:
         """Waits until all processes have ended, or for a while once one has ended badly; returns the worst code."""
@@ -111,7 +125,7 @@ class Supervisor:
         self._children = []
 
     def _pass_on(self, number: int, frame: object) -> None:
-        self._signalled = True
+        self._signalled = number
         for child in self._children:
             if child.poll() is None:
                 child.send_signal(number)

@@ -1,7 +1,9 @@
 """`jaxfb launch`: which endings are final, which are started again, and what the user reads."""
 
+import errno
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -95,6 +97,53 @@ def test_a_signal_reaches_the_processes_and_ends_the_job(job, tmp_path):
 
     threading.Thread(target=interrupt, daemon=True).start()
     assert job("sleep 0", restarts=3)[0] == 75
+
+
+def test_a_job_that_is_killed_again_and_again_ends_with_the_code_that_a_shell_has(job):
+    code, said, _ = job("-9 -9", restarts=1)
+    assert code == 128 + signal.SIGKILL and "killed by SIGKILL 2 times in a row" in said[-1]
+
+
+def sleeper(index, processes, coordinator, restarted):
+    """The command of a process that does not catch signals, as before Python has started."""
+    return [
+        sys.executable,
+        "-S",
+        "-c",
+        "import signal, time; signal.signal(15, signal.SIG_DFL); time.sleep(60)",
+    ], {}
+
+
+@pytest.mark.parametrize("before", [0, 1], ids=["first", "second"])
+def test_a_signal_while_the_processes_are_being_started_ends_all_of_them(before):
+    """The process that was started after the signal ran on, and the code was that of no documented ending."""
+
+    def command(index, *place):
+        if index == before:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return sleeper(index, *place)
+
+    began = time.monotonic()
+    assert Supervisor(command, 2, stopping=30.0).run() == 75
+    assert time.monotonic() - began < 5
+
+
+def test_a_process_that_cannot_be_started_leaves_no_other_running(monkeypatch):
+    """The others ran on without the launcher; a lack that passes, such as of processes, is worth another try."""
+    monkeypatch.setattr("jaxfb.cli.supervisor.FIRST_WAIT", 0.01)
+    said, started, popen = [], [], subprocess.Popen
+
+    def second_fails(line, **more):
+        if len(started) % 2:
+            started.append(None)
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        started.append(popen(line, **more))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", second_fails)
+    assert Supervisor(sleeper, 2, restarts=1, report=said.append).run() == 76
+    assert len(started) == 4 and all(child.poll() is not None for child in started[::2])
+    assert said[0] == "jaxfb: [launch] process 1 of 2 could not be started: Resource temporarily unavailable"
 
 
 def test_a_restart_resumes_and_does_not_begin_afresh():
