@@ -11,6 +11,7 @@ import yaml
 
 from jaxfb.config.fields import fields_taken, key_of
 from jaxfb.config.post_training import COMMANDS
+from jaxfb.process.whole_file import write_whole
 
 
 def config_to_dict(config: Any) -> dict[str, Any]:
@@ -22,10 +23,8 @@ def save_yaml(config: Any, path: str | Path) -> None:
     """Writes the whole resolved config; `load_config(path) == config`."""
     text = yaml.safe_dump(config_to_dict(config), sort_keys=False, allow_unicode=True)
     target = Path(path)
-    temporary = target.with_name(target.name + ".tmp")
     command = COMMANDS.get(type(config), "train")
-    temporary.write_text(f"# jaxfb {command} {target}\n{text}")
-    temporary.replace(target)
+    write_whole(target, f"# jaxfb {command} {target}\n{text}")
 
 
 def table(config: Any) -> list[tuple[str, Any]]:

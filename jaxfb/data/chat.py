@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxfb.data.jinja import compile_template
 from jaxfb.data.tokenizer import Tokenizer
+from jaxfb.process.whole_file import write_whole
 from jaxfb.refusal import Refused, shown
 
 Message = Mapping[str, str]
@@ -104,7 +105,7 @@ class Chat:
         """Writes it beside the tokenizer, for `read_chat`."""
         values = {"template": self.template, "stop_tokens": list(self.stop_tokens)}
         text = json.dumps({**values, "variables": dict(self.variables)}, indent=2)
-        (Path(directory) / FILE).write_text(text + "\n", encoding="utf-8")
+        write_whole(Path(directory) / FILE, text + "\n")
 
     @cached_property
     def _compiled(self) -> Any:

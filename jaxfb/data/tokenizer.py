@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jaxfb.process.whole_file import write_whole
 from jaxfb.refusal import Refused
 
 SHOWN = 5
@@ -152,7 +153,7 @@ class ByteTokenizer:
         return np.ones(257, bool)
 
     def save(self, path: Path) -> None:
-        Path(path).write_text(json.dumps(BYTES_FILE))
+        write_whole(path, json.dumps(BYTES_FILE))
 
 
 class LibraryTokenizer:
@@ -273,7 +274,7 @@ class LibraryTokenizer:
         return sizes
 
     def save(self, path: Path) -> None:
-        Path(path).write_text(self._serialized, encoding="utf-8")
+        write_whole(path, self._serialized)
 
 
 def absent_ids(tokenizer: Tokenizer, vocab_size: int) -> tuple[tuple[int, int], ...]:

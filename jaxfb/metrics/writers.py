@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jaxfb.parts import WRITERS
+from jaxfb.process.whole_file import write_whole
 from jaxfb.refusal import Refused, shown
 from jaxfb.registry import OWN
 
@@ -66,7 +67,7 @@ class JsonlWriter:
         kept = [record for record in records if record["step"] <= resume]
         self._unwritten = [] if unwritten is None else unwritten
         kept += [record for record in self._unwritten if record not in kept]
-        _replace(self.path, "".join(_line(record) for record in kept))
+        write_whole(self.path, "".join(_line(record) for record in kept))
         self._unwritten.clear()
         self._file, self._say = self._opened(), say
 
@@ -98,7 +99,7 @@ class JsonlWriter:
         was_removed = not self.path.exists()
         if was_removed:
             self._file.seek(0)
-            _replace(self.path, self._file.readall().decode())
+            write_whole(self.path, self._file.readall())
         before, self._file = self._file, self._opened()
         before.close()
         if was_removed:
@@ -177,7 +178,7 @@ class _Beside:
             return
         try:
             self._writer.write(step, record)
-        except Exception as error:  # a service's package may raise anything
+        except (Exception, SystemExit) as error:  # a service's package may raise anything
             self._report = (
                 f"[log] the writer {self._name!r} failed at step {step} ({_described(error)}) and gets no more "
                 "records; metrics.jsonl has all"
@@ -189,7 +190,7 @@ class _Beside:
             self._say(self._report)
         try:
             self._writer.close()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if self._report is None:
                 self._say(
                     f"[log] the writer {self._name!r} failed when it was closed ({_described(error)}), so it may lack "
@@ -252,14 +253,16 @@ def _begun(name: str, directory: Path, config: Mapping[str, Any], resume: int | 
     """Returns the writer of a name, or refuses one that fails before anything is trained."""
     try:
         writer = WRITERS[name](directory, config, resume)
-    except OSError as error:
+    except Refused:
+        raise
+    except (Exception, SystemExit) as error:  # a service's package may raise anything
         raise Refused(
             f"[log] the writer {name!r} cannot begin ({_described(error)}); correct it, or leave it out of log.writers"
         ) from error
     return _checked(name, writer)
 
 
-def _described(error: Exception) -> str:
+def _described(error: BaseException) -> str:
     """Returns the kind of an error, its message, and the line that raised it, on one line."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f", {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
@@ -323,12 +326,6 @@ def _plain(value: Any) -> Any:
     return number if not isinstance(number, float) or math.isfinite(number) else None
 
 
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text)
-    temporary.replace(path)
-
-
 def _extra(name: str) -> Any:
     """Returns the package of a writer that comes as an extra."""
     try:
@@ -337,11 +334,16 @@ def _extra(name: str) -> Any:
         raise Refused(
             f"[log] writer {name!r} needs the package {PACKAGES[name]}: pip install 'jaxfb[{name}]'"
         ) from None
+    except Exception as error:  # of a package that does not fit another one
+        raise Refused(
+            f"[log] writer {name!r} needs the package {PACKAGES[name]}, which cannot be imported "
+            f"({_described(error)}); correct it, or leave it out of log.writers"
+        ) from error
 
 
 def _run_id(directory: Path, new: bool) -> str:
     """Returns the same id when a run is resumed, so that its curves continue."""
     file = directory / "wandb-id"
-    if new or not file.exists():
-        file.write_text(os.urandom(8).hex())
+    if new or not file.exists() or not file.read_text():
+        write_whole(file, os.urandom(8).hex())
     return file.read_text()

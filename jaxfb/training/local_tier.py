@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxfb.checkpoint.obstacles import OBSTACLES, Unreadable
 from jaxfb.checkpoint.together import gathered
 from jaxfb.config.operation import LocalConfig
 from jaxfb.process.fault_points import reach
@@ -99,7 +100,11 @@ class LocalTier:
         """Returns the newest update that is whole, its state and host values; None if there is none.
 
         A damaged file is passed over with a warning, for a copy of it or an older update.
+
+        Raises:
+          Unreadable: this process may not read what is there, so that updates would be lost without need.
         """
+        self._check_readable()
         files, kind, me = self._there(base), kind_of(abstract_state), jax.process_index()
         while (found := self._chosen(files, kind)) is not None:
             update, kinds, sources = found
@@ -182,9 +187,26 @@ class LocalTier:
             try:
                 return read(paths[0])
             except OSError as error:
+                if error.errno in OBSTACLES:
+                    raise self._unreadable(error) from error
                 log.warning("[checkpoint] skipping a local checkpoint: %s", error)
                 paths.pop(0)
         return None
+
+    def _check_readable(self) -> None:
+        """Looks into every directory of the run: `glob` takes what it may not look into for empty."""
+        try:
+            for path in self._root.iterdir() if self._root.is_dir() else ():
+                if path.is_dir():
+                    os.scandir(path).close()
+        except PermissionError as error:
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, error: OSError) -> Unreadable:
+        return Unreadable(
+            f"[checkpoint] the local checkpoints of this run cannot be read: {error.strerror}: {error.filename}; "
+            "correct that and start again, or continue without them by checkpoint.local=null"
+        )
 
 
 def chosen(kinds: Sequence[str], there: Sequence[Iterable[tuple[int, str]]]) -> tuple[int, list[int]] | None:

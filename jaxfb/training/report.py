@@ -19,6 +19,7 @@ from jaxfb.config.own_model import OwnModelConfig
 from jaxfb.data import SplitStats
 from jaxfb.data.mixture import MixedRows
 from jaxfb.metrics import plot_losses
+from jaxfb.process.whole_file import write_whole
 from jaxfb.trainable import pruned
 from jaxfb.training.ending import where_it_lies
 from jaxfb.training.from_config.sizes import abstract_params
@@ -71,7 +72,7 @@ def write_end(run: Run, summary: dict[str, Any]) -> None:
     else:
         run.say("no loss.png without matplotlib; pip install 'jaxfb[plot]'")
     if summary["sample"] is not None:
-        run.directory.sample.write_text(summary["sample"])
+        write_whole(run.directory.sample, summary["sample"])
 
 
 def last_lines(config: Any, where: RunDirectory, summary: Mapping[str, Any]) -> Iterator[str]:

@@ -25,6 +25,7 @@ from jaxfb.checkpoint.step_directories import step_of
 from jaxfb.config import Config, ConfigError, config_to_dict, load_config, save_yaml
 from jaxfb.config.load import holds_a_run
 from jaxfb.config.smoke import is_kept
+from jaxfb.process.whole_file import write_whole
 from jaxfb.refusal import shown
 
 # Every file that a run writes or removes by name; none of them is taken from a directory that is not a run's.
@@ -236,7 +237,7 @@ class RunDirectory:
         while kept.exists():
             number += 1
             kept = self.path / f"config.until-{update}-{number}.yaml"
-        kept.write_bytes(self._config.read_bytes())
+        write_whole(kept, self._config.read_bytes())
 
     def mark(self) -> str:
         """Returns leaves a file here and returns what is in it."""
@@ -259,11 +260,33 @@ class RunDirectory:
     def identity(self, new: bool) -> str:
         """Returns a name of the run that no other has, for what it keeps elsewhere.
 
+        A copy of a run gets its own, since both would write to the same place; a directory that was moved does not.
+
         new: whether a run begins here; then it gets a new one.
         """
-        if new or not self._identity.is_file():
-            self._identity.write_text(secrets.token_hex(16))
-        return self._identity.read_text()
+        known, place = self._identified(), str(self.path.resolve())
+        is_own = known[0] and not new and self.copied_from() is None
+        name = known[0] if is_own else secrets.token_hex(16)
+        if known != (name, place):
+            write_whole(self._identity, f"{name}\n{place}")
+        return name
+
+    def copied_from(self) -> Path | None:
+        """Returns the directory of the run that this one is a copy of, where that is still there, else None."""
+        name, place = self._identified()
+        other = RunDirectory(Path(place))
+        with contextlib.suppress(OSError):
+            if name and place and other._identified()[0] == name and not other.path.samefile(self.path):
+                return other.path
+        return None
+
+    def _identified(self) -> tuple[str, str]:
+        """Returns the name of the run that lies here and the directory it was given in; empty where there is none."""
+        try:
+            name, _, place = self._identity.read_text().partition("\n")
+        except (FileNotFoundError, NotADirectoryError):
+            return "", ""
+        return name, place
 
     @property
     def has_identity(self) -> bool:
@@ -289,6 +312,4 @@ def _exists(path: Path) -> bool:
 
 def write_json(path: Path, values: Any) -> None:
     """Writes a file whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(values, indent=2) + "\n")
-    os.replace(temporary, path)
+    write_whole(path, json.dumps(values, indent=2) + "\n")

@@ -219,8 +219,16 @@ class Run(AbstractContextManager["Run"]):
         settings = self.config.checkpoint.local
         if settings is None:
             return None
-        name = self.directory.identity(new) if jax.process_index() == 0 else None
+        name = self._identity(new) if jax.process_index() == 0 else None
         return LocalTier(settings, gathered(name)[0])
+
+    def _identity(self, new: bool) -> str:
+        """Returns the name under which the run keeps its local checkpoints."""
+        if not new and (other := self.directory.copied_from()):
+            self.say(
+                f"{self.directory.path} is a copy of {other}: local checkpoints, which belong to that run, are not used"
+            )
+        return self.directory.identity(new)
 
     def is_due_locally(self) -> bool:
         """Returns whether this update is to be saved on the hosts' own disks."""

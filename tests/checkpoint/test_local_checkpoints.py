@@ -17,6 +17,7 @@ from tiny import write_tiny
 
 import jaxfb
 from jaxfb.checkpoint.manifest import named_leaves
+from jaxfb.checkpoint.obstacles import Unreadable
 from jaxfb.checkpoint.store import CannotWrite
 from jaxfb.config.operation import LocalConfig
 from jaxfb.metrics import read_jsonl
@@ -249,6 +250,53 @@ def test_checkpoints_that_were_removed_take_the_later_local_ones_with_them(tmp_p
     capsys.readouterr()
     train(tmp_path / "run", tmp_path / "disk", updates=14, resume=True)
     assert "after update 6 of" in capsys.readouterr().out  # of before the one that was removed
+
+
+def test_a_copy_of_a_run_leaves_the_local_checkpoints_to_the_other(tmp_path, capsys):
+    """Both wrote to the same place: each continued from whatever the other had written there last."""
+    run, copy, moved = tmp_path / "run", tmp_path / "copy", tmp_path / "moved"
+    with pytest.raises(KeyboardInterrupt):
+        train(run, tmp_path / "disk", callbacks=[Die(15)])
+    shutil.copytree(run, copy)
+    capsys.readouterr()
+    train(copy, tmp_path / "disk", updates=10, resume=True)
+    assert f"{copy} is a copy of {run}: local checkpoints" in (said := capsys.readouterr().out)
+    assert "after update 8 of 10" in said  # and its end removes none of the other's
+    run.rename(moved)
+    train(moved, tmp_path / "disk", updates=14, resume=True)
+    assert "after update 12 of 14" in capsys.readouterr().out
+
+
+def test_a_run_reached_by_a_link_is_no_copy(tmp_path, capsys):
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "run", tmp_path / "disk", callbacks=[Die(5)])
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    capsys.readouterr()
+    train(tmp_path / "link", tmp_path / "disk", updates=4, resume=True)
+    assert "after update 3 of 4" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("what", ["directory", "file"])
+def test_local_checkpoints_that_may_not_be_read_end_the_run(mesh, tmp_path, monkeypatch, what):
+    """As those of another user: they counted as missing or damaged, and their updates were lost without need."""
+    state, tier = state_on(mesh), LocalTier(LocalConfig(1, str(tmp_path)), "run")
+    tier.save(2, None, state, {})
+    tier.wait()
+    denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(tmp_path / "x"))
+
+    def deny(*_):
+        raise denied
+
+    if what == "directory":
+        monkeypatch.setattr(os, "scandir", deny)
+    else:
+        monkeypatch.setattr("jaxfb.training.local_tier.read", deny)
+    with pytest.raises(
+        Unreadable, match="local checkpoints .* cannot be read: Permission denied: .*/x; correct that"
+    ):
+        tier.restore(None, abstract(state))
+    monkeypatch.undo()
+    assert tier.restore(None, abstract(state))[0] == 2
 
 
 class Remove(jaxfb.Callback):

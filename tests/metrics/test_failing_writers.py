@@ -33,7 +33,7 @@ def steps(path):
     return [record["step"] for record in read_jsonl(path / "metrics.jsonl")]
 
 
-@pytest.mark.parametrize("error", [TimeoutError("timed out"), ValueError("bad\nvalue")])
+@pytest.mark.parametrize("error", [TimeoutError("timed out"), ValueError("bad\nvalue"), SystemExit(3)])
 def test_a_writer_that_fails_is_reported_by_name_and_the_others_go_on(tmp_path, monkeypatch, error):
     failing, sound, said = Fails(error), Fails(), []
     monkeypatch.setitem(sys.modules, "failing", types.SimpleNamespace(make=lambda *given: failing))
@@ -57,9 +57,14 @@ def test_a_writer_that_fails_at_its_end_leaves_the_others_closed(tmp_path):
     assert "'Fails' failed when it was closed (RuntimeError: flush failed" in said[0] and len(said) == 1
 
 
-def test_a_writer_that_cannot_begin_is_refused_by_name(tmp_path, monkeypatch):
+class CommError(Exception):
+    """As the packages of services have them."""
+
+
+@pytest.mark.parametrize("error", [ConnectionError, CommError])
+def test_a_writer_that_cannot_begin_is_refused_by_name(tmp_path, monkeypatch, error):
     def make(directory, config, resume):
-        raise ConnectionError("no server")
+        raise error("no server")
 
     monkeypatch.setitem(sys.modules, "failing", types.SimpleNamespace(make=make))
     with pytest.raises(
@@ -67,6 +72,18 @@ def test_a_writer_that_cannot_begin_is_refused_by_name(tmp_path, monkeypatch):
     ):
         make_writers(["failing:make"], tmp_path, {})
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("name, package", [("tensorboard", "tensorboardX"), ("wandb", "wandb")])
+def test_a_package_that_cannot_be_imported_is_refused(tmp_path, monkeypatch, name, package):
+    """Such as tensorboardX beside another protobuf: the command ended with a traceback."""
+    (tmp_path / f"{package}.py").write_text("raise TypeError('Descriptors cannot be created directly')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, package, raising=False)
+    with pytest.raises(
+        ValueError, match=f"{package}, which cannot be imported .TypeError: Descriptors.*log.writers"
+    ):
+        make_writers([name], tmp_path, {})
 
 
 @pytest.mark.parametrize("taken", [0, 10, -1, None], ids=lambda taken: f"{taken} bytes")
