@@ -29,6 +29,8 @@ OF_THE_DISK = frozenset(
     if hasattr(errno, name)
 )
 
+FULL = frozenset(getattr(errno, name) for name in ("ENOSPC", "EDQUOT") if hasattr(errno, name))
+
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
     """Yields an error and its causes, the latest first."""

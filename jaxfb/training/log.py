@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,10 +11,9 @@ from jaxfb.callbacks import Callback
 from jaxfb.config import config_to_dict
 from jaxfb.display import Progress
 from jaxfb.metrics import Throughput, arrays, make_writers, scalars
+from jaxfb.process.os_errors import FULL
 from jaxfb.training.session import PHASES, Run
 from jaxfb.update.train_step import StepMetrics
-
-FULL = {getattr(errno, name) for name in ("ENOSPC", "EDQUOT") if hasattr(errno, name)}
 
 
 class Log(Callback):

@@ -21,6 +21,7 @@ from jaxfb.display import print_table
 from jaxfb.metrics import Pending
 from jaxfb.platforms.runtime_errors import as_runtime_errors
 from jaxfb.process.fault_points import reach
+from jaxfb.process.os_errors import FULL
 from jaxfb.process.position import here
 from jaxfb.refusal import Refused, boolean
 from jaxfb.registry import attribute_of
@@ -147,9 +148,10 @@ class _Loop:
         if start.resume:
             run_.resume(start.allow_changes)
         hosts.agree("what they resume from", lambda: {"update": run_.done})
-        if run_.finished and not hosts.first(lambda: bool(run_.unwritten)):
+        if run_.finished and hosts.first(lambda: run_.directory.summary.is_file() and not run_.unwritten):
             return _already_finished(hosts, run_.directory, run_.config, run_.done, None)
-        _check_stop(run_.config.run.stop_at, run_.done)
+        if not run_.finished:
+            _check_stop(run_.config.run.stop_at, run_.done)
         plan, tokenizer = self._work.to_dict(), self._work.tokenizer
         hosts.first(lambda: run_.directory.create(run_.config, plan, tokenizer, run_.done))
         hosts.first(lambda: self._work.write_start(run_.directory))
@@ -343,7 +345,7 @@ class _Loop:
             status = "interrupted" if self._interrupt.signal else "stopped"
             return Result(status, path, run_.done, run_.metrics)
         prepared = self._work.prepare_end()
-        summary = hosts.first(lambda: self._summary(prepared))
+        summary = hosts.first(lambda: self._written_end(prepared))
         run_.remove_local()
         self._hooks.on_train_end(run_.done, run_.metrics)
         hosts.say(str(run_.goodput))
@@ -351,6 +353,18 @@ class _Loop:
             for line in self._work.last_lines(run_.directory, summary):
                 print(line, flush=True)
         return Result("finished", path, run_.done, run_.metrics, summary)
+
+    def _written_end(self, prepared: Any) -> dict[str, Any]:
+        """Returns the summary once the last files are written; a disk that does not take them loses no update."""
+        try:
+            return self._summary(prepared)
+        except OSError as error:
+            where, reason = error.filename or self._run.directory.path, error.strerror or str(error)
+            remedy = "free some space, then " if error.errno in FULL else ""
+            raise CannotWrite(
+                f"[run] {where} cannot be written: {reason}; {saved(self._run)}; {remedy}write what is missing with: "
+                f"{again(self._run)}"
+            ) from error
 
     def _summary(self, prepared: Any) -> dict[str, Any]:
         run_ = self._run

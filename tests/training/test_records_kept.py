@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+from pathlib import Path
 
 import pytest
 from tiny import write_tiny
@@ -72,3 +73,34 @@ def test_a_broken_writer_does_not_end_a_run(config, tmp_path, capsys, monkeypatc
     assert recorded(run) == [[1, 2, 3, 4, 5], [2, 4, 5]] and run.summary.is_file()
     said = capsys.readouterr().out
     assert said.count("the writer 'broken_writer:make' failed at step 2 (ValueError: bad value") == 2
+
+
+@pytest.mark.parametrize("file", ["summary.json", "loss.png"])
+def test_the_last_files_that_a_full_disk_did_not_take_are_written_by_a_resume(
+    config, capsys, monkeypatch, file
+):
+    """Without its summary the run counted as finished, with exit code 0, and nothing ever wrote it."""
+    run, replace = RunDirectory.of(load_config(config)), os.replace
+
+    def full(*arguments, **_):
+        if file == "loss.png" or Path(arguments[1]).name == file:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return replace(*arguments)
+
+    broken = "os.replace" if file == "summary.json" else "jaxfb.training.report.plot_losses"
+    with monkeypatch.context() as patch:
+        patch.setattr(broken, full)
+        assert main(["train", str(config)]) == 74
+    said = capsys.readouterr().err
+    assert (
+        "cannot be written: No space left on device; saved after update 5 of 5; free some space, then" in said
+    )
+    assert (
+        f"write what is missing with: jaxfb train {run.path} --resume" in said and len(said.splitlines()) == 1
+    )
+    assert not run.summary.exists() and not list(run.path.glob("*.tmp"))
+    before = recorded(run)
+    assert main(["train", str(run.path), "--resume"]) == 0
+    assert json.loads(run.summary.read_text())["updates"] == 5 and run.picture.exists()
+    assert recorded(run) == before and before[0] == [1, 2, 3, 4, 5]
+    assert main(["train", str(run.path), "--resume"]) == 0 and "is finished" in capsys.readouterr().out
