@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -20,6 +21,7 @@ from jaxfb.planner.verdict import Verdict, estimated
 from jaxfb.platforms import pinned_memory
 from jaxfb.platforms.machine_memory import host_memory
 from jaxfb.platforms.runtime_errors import is_of_runtime
+from jaxfb.process.os_errors import FULL
 from jaxfb.training.machine import bytes_of_device
 
 Planned = Config | PostTrainingConfig
@@ -141,5 +143,6 @@ def _smaller_cut(section: str, cut: Any, times: int, now: Verdict) -> list[str]:
 
 def is_lack_of_memory(error: BaseException) -> bool:
     """Returns whether a device or the host had too little memory."""
-    of_device = is_of_runtime(error) and "RESOURCE_EXHAUSTED" in str(error)
+    is_exhausted = is_of_runtime(error) and "RESOURCE_EXHAUSTED" in str(error)
+    of_device = is_exhausted and not any(os.strerror(number) in str(error) for number in FULL)  # of a disk
     return of_device or isinstance(error, MemoryError)

@@ -29,13 +29,29 @@ def use_compile_cache(configured: str | Path | None = None) -> Path | None:
     if configured is None and jax.default_backend() == "cpu" and jax.local_device_count() > 1:
         return None
     directory = Path(configured or cache_directory().parent / "jaxfb-compiled")
-    directory.mkdir(parents=True, exist_ok=True, mode=PRIVATE)
-    if not _only_we_write(directory):
+    if not _made(directory):
         return None
-    directory.chmod(PRIVATE)
     jax.config.update("jax_compilation_cache_dir", str(directory.absolute()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     return directory
+
+
+def _made(directory: Path) -> bool:
+    """Makes a directory for this user alone; returns whether there is one, which a run can do without."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=PRIVATE)
+        if not _only_we_write(directory):
+            return False
+        if stat.S_IMODE(directory.stat().st_mode) != PRIVATE:
+            directory.chmod(PRIVATE)
+    except OSError as error:
+        warnings.warn(
+            f"the compile cache {directory} cannot be used: {error.strerror}; every start compiles anew; set "
+            "JAXFB_CACHE or JAX_COMPILATION_CACHE_DIR to a directory that can be written to",
+            stacklevel=3,
+        )
+        return False
+    return True
 
 
 def _checked(given: str) -> Path | None:

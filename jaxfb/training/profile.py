@@ -6,6 +6,7 @@ pipeline phase_F, F, B and W.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ class Profile(Callback):
         self._directory, self._skip, self._steps = directory, skip, steps
         self._first: int | None = None
         self._run: Any = None
+        self._begun = False
 
     def on_train_start(self, run: Any) -> None:
         self._run = run
@@ -33,7 +35,7 @@ class Profile(Callback):
             self._first = step + self._skip
         if step == self._first:
             self._run.sync()
-            jax.profiler.start_trace(self._where)
+            self._begun = self._written(lambda: jax.profiler.start_trace(self._where))
         elif step == self._first + self._steps:
             self._stop()
 
@@ -41,13 +43,25 @@ class Profile(Callback):
         if self._first is not None and self._first <= step < self._first + self._steps:
             self._stop()
 
+    def _written(self, write: Callable[[], None]) -> bool:
+        """Returns whether a part of the trace was written; a disk that does not take it must not end the run."""
+        try:
+            write()
+        except (OSError, RuntimeError, ValueError) as error:
+            reason = " ".join(str(error).split())[:300]
+            self._run.say(f"no trace is written to {self._where}, the run goes on without: {reason}")
+            return False
+        return True
+
     @property
     def _where(self) -> str:
         return str(self._directory or self._run.directory.path / "trace")
 
     def _stop(self) -> None:
         self._run.sync()
-        jax.profiler.stop_trace()
+        begun, self._begun = self._begun, False
+        if not begun or not self._written(jax.profiler.stop_trace):
+            return
         traces = sorted(Path(self._where).rglob("*.trace.json.gz"), key=lambda path: path.stat().st_mtime)
         opened = f"open {traces[-1]} at https://ui.perfetto.dev, or " if traces else ""
         first = self._first or 0

@@ -188,3 +188,5 @@ def test_a_command_without_memory_ends_with_the_table_and_not_with_a_traceback(
     assert said.startswith("jaxfb: [memory] the run does not fit: ") and "optimizer state" in said
     assert "Traceback" not in said
     assert not is_lack_of_memory(jax.errors.JaxRuntimeError("INTERNAL: other"))
+    of_a_disk = "RESOURCE_EXHAUSTED: trace/vm.xplane.pb; No space left on device"
+    assert not is_lack_of_memory(jax.errors.JaxRuntimeError(of_a_disk))

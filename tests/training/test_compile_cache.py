@@ -1,5 +1,8 @@
 """Which processes keep their compiled programs."""
 
+import errno
+import os
+
 import jax
 import pytest
 
@@ -31,3 +34,28 @@ def test_programs_of_one_device_are(no_directory, monkeypatch):
 def test_programs_of_several_gpus_are(no_directory, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert use_compile_cache() == no_directory / "jaxfb-compiled"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES], ids=errno.errorcode.get)
+def test_a_run_goes_on_without_the_cache_where_it_cannot_be_made(no_directory, monkeypatch, number):
+    """A full disk for what a run can do without ended it."""
+
+    def fail(self, *_, **__):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(jax, "local_device_count", lambda: 1)
+    monkeypatch.setattr("pathlib.Path.mkdir", fail)
+    with pytest.warns(
+        UserWarning, match=f"jaxfb-compiled cannot be used: {os.strerror(number)}; every start"
+    ):
+        assert use_compile_cache() is None
+    assert not jax.config.jax_compilation_cache_dir
+
+
+def test_a_cache_on_a_read_only_disk_is_read(no_directory, monkeypatch):
+    def read_only(self, mode):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    (no_directory / "asked").mkdir(mode=0o700)
+    monkeypatch.setattr("pathlib.Path.chmod", read_only)
+    assert use_compile_cache(no_directory / "asked") == no_directory / "asked"
