@@ -42,7 +42,7 @@ from jaxfb.checkpoint.record import RECORD, context
 from jaxfb.checkpoint.step_directories import DAMAGED_SUFFIX, remove_unfinished, steps_in, unused
 from jaxfb.checkpoint.stored_parts import StoredArrays
 from jaxfb.checkpoint.together import NOT_OF_A_FILE, gathered, read_by_all
-from jaxfb.checkpoint.write_errors import WriteErrors, wait_for
+from jaxfb.checkpoint.write_errors import WriteErrors, quiet_late_answers, wait_for
 from jaxfb.parallel.totals import checksums
 from jaxfb.process.fault_points import reach, watch_renames
 from jaxfb.process.os_errors import chain
@@ -288,6 +288,7 @@ class CheckpointStore:
         self._clear()
         watch_renames(self.directory)
         logging.getLogger("absl").addFilter(write_errors)
+        quiet_late_answers()
         policies: Any = ocp.training.preservation_policies
         keep = [policies.LatestN(self._keep)]
         if self.keep_best is not None:

@@ -7,6 +7,7 @@ one whose part is not, for up to 20 minutes. But it logs the error when it occur
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Callable
 
@@ -42,6 +43,27 @@ class WriteErrors(logging.Filter):
     def of(self, directory: epath.Path) -> BaseException | None:
         """Returns the first error of a save below a directory."""
         return next((error for text, error in self._found if str(directory) in text), None)
+
+
+class _WithoutLateAnswers:
+    """A hook for errors that nobody catches; it leaves out those of `quiet_late_answers`."""
+
+    def __init__(self, hook: Callable[..., object]):
+        self._hook = hook
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: object) -> None:
+        in_main = threading.current_thread() is threading.main_thread()
+        if in_main or not isinstance(error, RuntimeError) or str(error) != "Event loop is closed":
+            self._hook(kind, error, trace)
+
+
+def quiet_late_answers() -> None:
+    """Keeps threads of the storage library from printing a traceback for every array of a save that failed meanwhile.
+
+    They find the event loop closed that waited for their answers, and the error of the save is raised anyway.
+    """
+    if not isinstance(sys.excepthook, _WithoutLateAnswers):
+        sys.excepthook = _WithoutLateAnswers(sys.excepthook)
 
 
 def wait_for(result: Callable[[], object], failed: Callable[[], BaseException | None]) -> None:

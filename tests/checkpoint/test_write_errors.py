@@ -2,6 +2,7 @@
 
 import logging
 import resource
+import sys
 import threading
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 
 from jaxfb.checkpoint import store as checkpoint
 from jaxfb.checkpoint.store import CannotWrite, CheckpointStore
-from jaxfb.checkpoint.write_errors import IN_BACKGROUND, WriteErrors, wait_for
+from jaxfb.checkpoint.write_errors import IN_BACKGROUND, WriteErrors, quiet_late_answers, wait_for
 
 STATE = {"w": jax.random.normal(jax.random.key(0), (256, 256))}
 
@@ -71,3 +72,23 @@ def test_errors_are_those_of_the_directory_and_other_records_pass(tmp_path):
     assert str(errors.of(tmp_path)) == "full" and errors.of(tmp_path / "elsewhere") is None
     errors.forget(tmp_path)
     assert errors.of(tmp_path) is None
+
+
+def test_late_answers_of_the_storage_library_are_not_printed(monkeypatch):
+    """Each array of a save that a full disk had ended printed a traceback, below the sentence of the run."""
+    said = []
+    monkeypatch.setattr("sys.excepthook", lambda kind, error, trace: said.append(error))
+    quiet_late_answers()
+    quiet_late_answers()
+    late, other = RuntimeError("Event loop is closed"), RuntimeError("another")
+
+    def hook():
+        for error in (late, other):
+            sys.excepthook(RuntimeError, error, None)
+
+    thread = threading.Thread(target=hook)
+    thread.start()
+    thread.join()
+    assert said == [other]
+    hook()  # of the main thread it would be an error of the program
+    assert said == [other, late, other]
