@@ -16,12 +16,19 @@ _STATUS = re.compile(
     "(CANCELLED|UNKNOWN|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|FAILED_PRECONDITION|ABORTED|INTERNAL|UNAVAILABLE): "
 )
 
+_OF_THE_NETWORK = re.compile(r"(?i)\b(gloo|nccl)\b.*(time|connection|socket|peer|remote|network)")
+
 
 def is_of_runtime(error: BaseException | None) -> bool:
     """Returns whether a device, its memory or another process has failed, by the kind of an error and its message."""
     if isinstance(error, jax.errors.JaxRuntimeError):
         return True
     return type(error) is ValueError and _STATUS.match(str(error)) is not None
+
+
+def is_of_network(error: BaseException | None) -> bool:
+    """Returns whether processes could not reach each other in a computation, by the words of gloo and NCCL."""
+    return is_of_runtime(error) and _OF_THE_NETWORK.search(str(error)) is not None
 
 
 @contextmanager

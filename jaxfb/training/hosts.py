@@ -20,7 +20,7 @@ import jax
 
 from jaxfb.config.operation import HostsConfig
 from jaxfb.platforms.compat import coordination, leave_coordination
-from jaxfb.platforms.runtime_errors import is_of_runtime
+from jaxfb.platforms.runtime_errors import is_of_network, is_of_runtime
 from jaxfb.process.exit_codes import LOST, REFUSED, RESUMABLE, UNWRITTEN, code_of
 from jaxfb.process.fault_points import reach
 from jaxfb.process.position import here
@@ -274,9 +274,21 @@ class Hosts:
             if cause:
                 watch.fail(cause, watch.kind)
                 raise LostProcess(f"{cause}; {self._advice()}", EXIT_CODES[watch.kind]) from error
+            if is_of_network(error):
+                broken = self._broken(error)
+                watch.fail(broken)
+                raise LostProcess(f"{broken}; {self._advice()}") from error
         kind = _kind_of(error)
         name = "" if kind in (STOPPED, REFUSES) else f"{type(error).__name__}: "
         watch.fail(f"{name}{str(error).partition(chr(10))[0]}"[:500], kind)
+
+    def _broken(self, error: BaseException) -> str:
+        """Returns what to say where a computation was cut off from other processes that are all alive."""
+        first = str(error).partition("\n")[0][:300]
+        return (
+            f"[hosts] a computation of process {self.index} of {self.count} ({socket.gethostname()}) lost touch with "
+            f"another process, though none is lost, as where the job was suspended for long: {first}"
+        )
 
 
 def _kind_of(error: BaseException) -> str:

@@ -160,9 +160,12 @@ class Watch:
 
     def _run(self) -> None:
         looked = time.monotonic()
+        late = self._every * 2 + min(
+            self._every, GRACE
+        )  # less than lost_after, which is at least five times as long
         while not self._ended.wait(self._interval()):
             now = time.monotonic()
-            if now - looked > 2 * self._every + GRACE:  # suspended, with the job or with the machine
+            if now - looked > late:  # suspended, with the job or with the machine
                 self._answered += now - looked
                 self._signs.sleep(now - looked)
             looked = now
@@ -175,6 +178,7 @@ class Watch:
                     self._end()
                 else:
                     self._found.clear()
+                    looked = time.monotonic()
 
     def _look(self) -> str | None:
         """Returns why this process ends, None while it continues; `_kind` is how."""

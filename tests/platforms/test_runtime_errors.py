@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from jaxfb.planner.too_large import is_lack_of_memory
-from jaxfb.platforms.runtime_errors import as_runtime_errors, is_of_runtime
+from jaxfb.platforms.runtime_errors import as_runtime_errors, is_of_network, is_of_runtime
 from jaxfb.refusal import Refused
 
 GLOO = "UNKNOWN: Gloo AllGather failed: Connection closed by peer"
@@ -37,3 +37,20 @@ def test_they_get_one_kind():
 
 def test_memory_that_an_update_after_the_first_lacks_is_recognised():
     assert is_lack_of_memory(ValueError(FULL))
+
+
+@pytest.mark.parametrize(
+    ("message", "found"),
+    [
+        (GLOO, True),
+        (
+            "INTERNAL: NCCL operation ncclGroupEnd() failed: unhandled system error. Last error: socketPollConnect",
+            True,
+        ),
+        ("INTERNAL: Gloo has no such reduction", False),
+        ("INTERNAL: Socket is no word of a collective", False),
+        (FULL, False),
+    ],
+)
+def test_which_errors_are_the_networks(message, found):
+    assert is_of_network(jax.errors.JaxRuntimeError(message)) is found

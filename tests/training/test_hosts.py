@@ -3,6 +3,7 @@
 import errno
 import io
 import itertools
+import json
 import socket
 import threading
 import time
@@ -256,6 +257,27 @@ def test_where_a_compiled_function_finds_another_process_gone_that_process_is_na
             hosts._fail(watches[0], ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer"))
     finally:
         [one.stop() for one in watches]
+
+
+def test_where_a_computation_breaks_though_all_are_alive_the_job_ends_as_lost(monkeypatch):
+    """Gloo reads for 30 s at most: a job that was suspended for longer ended with two tracebacks and exit code 1."""
+    monkeypatch.setattr("jaxfb.training.hosts.atexit.register", lambda *_: None)
+    monkeypatch.setattr("jaxfb.training.hosts.SLICE", 0.1)
+    store = Store()
+    watches = [watch(store, index, lost_after=1.0) for index in range(3)]
+    alone = watch(Store(), 1, lost_after=60.0)
+    hosts, timeout = of_two(store, 1), "UNKNOWN: Gloo ReduceScatter failed: Read timeout [127.0.0.1]:4"
+    hosts.config = HostsConfig(lost_after=1.0)
+    try:
+        with pytest.raises(
+            LostProcess, match="though none is lost.* suspended .*Read timeout.*; start"
+        ) as ended:
+            hosts._fail(watches[1], jax.errors.JaxRuntimeError(timeout))
+        assert ended.value.exit_code == 76
+        assert "though none is lost" in json.loads(store.values["job/failed/1"])[1]
+        hosts._fail(alone, jax.errors.JaxRuntimeError("INTERNAL: a bug"))  # which keeps its traceback
+    finally:
+        [one.stop() for one in [*watches, alone]]
 
 
 def test_a_process_that_ends_early_is_not_waited_for(capsys, monkeypatch):

@@ -1,7 +1,9 @@
 """A process in which nothing moves ends by itself, with its stack and the place it was in."""
 
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from processes import ROOT
@@ -48,3 +50,41 @@ def test_one_process_that_hangs_ends_with_its_stack_and_a_sentence():
 def test_one_process_whose_python_does_not_run_at_all_ends_too():
     done = run(1, "lambda: ctypes.PyDLL(None).sleep(100)")  # keeps Python's lock
     assert done.returncode == 1 and "Timeout" in done.stderr and "in hangs" in done.stderr, done.stderr
+
+
+SUSPENDED = """
+import time
+from jaxfb.config.operation import HostsConfig
+from jaxfb.process.position import Position
+from jaxfb.training.watch import Watch
+
+class Store:
+    values = {}
+
+    def key_value_set(self, key, text, allow_overwrite=False):
+        time.sleep(0.3)  # over a network
+        self.values[key] = text
+
+    def key_value_dir_get(self, prefix):
+        return [(key, text) for key, text in self.values.items() if key.startswith(prefix)]
+
+names = ["process 0 of 2", "process 1 of 2"]
+watches = [Watch(Store(), "job", k, names, HostsConfig(lost_after=3.0), Position()) for k in (0, 1)]
+for watch in watches:
+    watch.start()
+time.sleep(1)
+print("ready", flush=True)
+input()
+print([watch.cause(2) for watch in watches], flush=True)
+"""
+
+
+def test_a_job_that_is_stopped_for_a_little_longer_than_its_limit_goes_on():
+    """Below limits of 5 s such a stop was too short to be noticed, and long enough for all to count as lost."""
+    command = [sys.executable, "-c", SUSPENDED]
+    job = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert job.stdout.readline() == "ready\n"
+    job.send_signal(signal.SIGSTOP)
+    time.sleep(3.5)
+    job.send_signal(signal.SIGCONT)
+    assert job.communicate("\n", timeout=60)[0] == "[None, None]\n"
