@@ -376,7 +376,10 @@ class CheckpointStore:
         return {"score": float(value)} if value is not None and math.isfinite(value) else None
 
     def _cannot_write(self, step: int | None, error: BaseException) -> CannotWrite:
-        have = ", ".join(map(str, self.steps())) or "none"
+        try:
+            have = ", ".join(map(str, self.steps())) or "none"
+        except OSError:  # such as too many open files, the reason that is to be told
+            have = "not known"
         reason = _root_of(error)
         return CannotWrite(
             f"[checkpoint] step {step} could not be written to {self.directory}: {reason}; complete steps: {have}"

@@ -18,7 +18,9 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 from jaxfb.cli import checks, layouts, models, others, training
 from jaxfb.cli.devices import without_devices
@@ -48,10 +50,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = 128 + getattr(error, "number", signal.SIGINT)
     except Exception as error:
         code = _ended_by(error, options)
-    if code not in (DONE, RESUMABLE) and _among_several():
-        sys.stderr.flush()
-        os._exit(code)  # an orderly end would wait for the other processes
+    is_left_waiting = arguments is None and code == UNWRITTEN
+    if is_left_waiting or (code not in (DONE, RESUMABLE) and _among_several()):
+        _leave(code)
     return code
+
+
+def _leave(code: int) -> NoReturn:
+    """Ends this process now: an orderly end would wait for the other ones, or for threads of a save that failed, of
+    which each waits minutes for another.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # closed, or on the disk that is full
+            stream.flush()
+    os._exit(code)
 
 
 def _ended_by(error: Exception, options: argparse.Namespace) -> int:

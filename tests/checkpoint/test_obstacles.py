@@ -16,7 +16,7 @@ from jaxfb.checkpoint import obstacles
 from jaxfb.checkpoint import store as checkpoint
 from jaxfb.checkpoint.manifest import Mismatch, sealed
 from jaxfb.checkpoint.obstacles import Unreadable
-from jaxfb.checkpoint.store import FORMAT, CheckpointStore
+from jaxfb.checkpoint.store import FORMAT, CannotWrite, CheckpointStore
 
 STATE = {f"w{number}": jax.random.normal(jax.random.key(number), (64, 64)) for number in range(20)}
 
@@ -46,6 +46,22 @@ def test_too_many_open_files_are_no_damage(saved, caplog):
         resource.setrlimit(resource.RLIMIT_NOFILE, limit)
     assert "skipping" not in caplog.text
     assert store.restore(STATE)[1] == {"step": 3}
+
+
+def test_a_save_that_may_open_no_file_is_named_though_nothing_else_can_be_read(saved, monkeypatch):
+    def too_many(*_, **__):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with CheckpointStore(saved, keep=5) as store:
+        monkeypatch.setattr(checkpoint, "_begun_save", too_many)
+        monkeypatch.setattr(checkpoint, "steps_in", too_many)
+        with pytest.raises(
+            CannotWrite, match="step 4 could not .*: Too many open files; complete steps: not known"
+        ):
+            store._writer = checkpoint.ocp.training.Checkpointer(saved)
+            store.save(4, STATE, {})
+        monkeypatch.undo()
+        assert store.steps() == [1, 2, 3]
 
 
 def test_nor_are_those_that_the_storage_library_could_not_open(saved, monkeypatch):

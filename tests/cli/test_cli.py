@@ -300,3 +300,26 @@ def test_eval_of_a_post_trained_run_names_what_can_be_scored(tmp_path, capsys):
     (tmp_path / "sft.yaml").write_text(text)
     assert main(["eval", str(tmp_path / "sft.yaml")]) == 2
     assert "is of `jaxfb sft`" in (said := capsys.readouterr().err) and "--text FILE" in said
+
+
+LEFT_WAITING = """
+import sys, threading, time
+from jaxfb.cli import commands
+from jaxfb.refusal import StorageError
+
+def fails(options):
+    threading.Thread(target=time.sleep, args=[100]).start()
+    print("of the run")
+    raise StorageError("a save failed")
+
+commands.HANDLERS["train"] = fails
+sys.argv = ["jaxfb", "train", "quickstart"]
+sys.exit(commands.main())
+"""
+
+
+def test_a_command_that_could_not_write_does_not_wait_for_the_threads_of_its_save():
+    """With too many open files those waited for each other: ten minutes after the sentence the process was there."""
+    command = [sys.executable, "-c", LEFT_WAITING]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (74, "of the run\n", "jaxfb: a save failed\n")
