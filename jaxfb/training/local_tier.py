@@ -120,6 +120,7 @@ class LocalTier:
                     body = received if process == me else body
             state, host = put_back(body, abstract_state)
             return update, state, host
+        self._report_unused(update for (update, _), paths in files.items() if paths)
         return None
 
     def remove(self) -> None:
@@ -192,6 +193,17 @@ class LocalTier:
                 log.warning("[checkpoint] skipping a local checkpoint: %s", error)
                 paths.pop(0)
         return None
+
+    def _report_unused(self, updates: Iterable[int]) -> None:
+        """Reports files of updates that are lost now, as after a change of the mesh."""
+        if newest := max(updates, default=None):
+            log.warning(
+                "[checkpoint] the local checkpoints in %s, up to update %d, are not used: the arrays were cut over the "
+                "processes or devices in another way, or parts are missing; to continue from them, resume with the "
+                "mesh of before",
+                self._root,
+                newest,
+            )
 
     def _check_readable(self) -> None:
         """Looks into every directory of the run: `glob` takes what it may not look into for empty."""

@@ -276,6 +276,23 @@ def test_a_run_reached_by_a_link_is_no_copy(tmp_path, capsys):
     assert "after update 3 of 4" in capsys.readouterr().out
 
 
+def test_those_of_another_mesh_are_not_passed_over_in_silence(mesh, tmp_path, caplog):
+    """A resume on another mesh went back to the run directory's checkpoint without a word."""
+    tier, other = (
+        LocalTier(LocalConfig(1, str(tmp_path)), "run"),
+        jaxfb.make_mesh(fsdp=4, devices=jax.devices()[:4]),
+    )
+    tier.save(7, 4, state_on(mesh), {})
+    tier.wait()
+    placed = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(other, P())), state_on(mesh)
+    )
+    assert tier.restore(4, placed) is None
+    assert "up to update 7, are not used: the arrays were cut" in caplog.text
+    caplog.clear()
+    assert tier.restore(8, placed) is None and not caplog.text  # the run directory has a newer one
+
+
 @pytest.mark.parametrize("what", ["directory", "file"])
 def test_local_checkpoints_that_may_not_be_read_end_the_run(mesh, tmp_path, monkeypatch, what):
     """As those of another user: they counted as missing or damaged, and their updates were lost without need."""
