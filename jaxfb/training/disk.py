@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from etils import epath
 
-from jaxfb.checkpoint.step_directories import step_of
+from jaxfb.checkpoint.step_directories import remove_unfinished, step_of
 
 FILES, FILES_OF_A_PROCESS = 20, 5  # of one checkpoint, directories included
 
@@ -23,12 +24,14 @@ def bytes_of(state: Any) -> int:
 def lack_of_space(checkpoints: Path, needed: int, keep: int, say: Callable[[str], None]) -> str | None:
     """Returns a sentence where a disk has no space, or no inodes, for one checkpoint, else None.
 
-    Prints a line where there is space for one, but not for all that are kept.
+    Prints a line where there is space for one, but not for all that are kept. What a killed save has left there is
+    removed first.
 
     Args:
       checkpoints: the directory they go to, which may be missing. needed: bytes of one. keep: how many are kept, beside
         the one that is being written.
     """
+    remove_unfinished(epath.Path(checkpoints))
     free, where, inodes = free_space(checkpoints), checkpoints.parent, free_inodes(checkpoints)
     files = FILES + FILES_OF_A_PROCESS * jax.process_count()
     if inodes is not None and inodes < files:

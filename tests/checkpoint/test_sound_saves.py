@@ -237,6 +237,18 @@ def test_space_that_a_run_will_need_is_counted(tmp_path, monkeypatch):
     assert disk.bytes_of({"w": jnp.ones((4, 2), jnp.float32), "key": jax.random.key(0)}) == 40
 
 
+def test_what_a_killed_save_has_left_makes_space_for_the_next(tmp_path, monkeypatch):
+    """On a nearly full disk each start again was refused, for the space that the killed save's own files took."""
+    checkpoints = tmp_path / "checkpoints"
+    unfinished, whole = checkpoints / "8.orbax-checkpoint-tmp", checkpoints / "4"
+    for path in (unfinished, whole):
+        path.mkdir(parents=True)
+        (path / "array").write_bytes(b"x" * 30)
+    monkeypatch.setattr(disk, "free_space", lambda path: 100 if not unfinished.exists() else 70)
+    assert disk.lack_of_space(checkpoints, 90, 2, lambda text: None) is None
+    assert (whole / "array").exists() and not unfinished.exists()
+
+
 def test_a_disk_without_inodes_for_a_checkpoint_ends_the_run_before_its_first_update(
     config, tmp_path, capsys, monkeypatch
 ):
