@@ -194,13 +194,23 @@ class _Loop:
                     f"[train] the last updates of the run, {failed} of them, were not finite"
                 )
         except GuardAbort as error:
-            run_.wait_saved()
-            dump = self._guard.dump(error, self._pending.flush())
+            dumped = self._dumped(error)
             advice = after_fault if isinstance(error, DeviceFault) else after_failures
-            there = dump and run_.directory.is_kept
-            replay = f"; the update can be computed again with: jaxfb replay {dump}" if there else ""
-            raise type(error)(f"{error}; {advice(run_.newest_saved, again(run_))}{replay}") from None
+            raise type(error)(f"{error}; {advice(run_.newest_saved, again(run_))}{dumped}") from None
         run_.wait_saved()
+
+    def _dumped(self, error: GuardAbort) -> str:
+        """Returns how to compute the update again that a guard has ended the run at, once a dump of it is written.
+
+        A disk that does not take it must not hide why the run has ended, or change its exit code.
+        """
+        try:
+            self._run.wait_saved()
+            dump = self._guard.dump(error, self._pending.flush())
+        except OSError as problem:
+            return f"; no dump of the update was written: {problem}"
+        there = dump and self._run.directory.is_kept
+        return f"; the update can be computed again with: jaxfb replay {dump}" if there else ""
 
     def _check_space(self) -> None:
         """Ends the run, before the first update, where the disk has no space for a checkpoint."""

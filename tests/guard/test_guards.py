@@ -1,7 +1,9 @@
 """The guards in a run: spikes that are undone, updates that are repeated, copies that are compared."""
 
 import dataclasses
+import errno
 import json
+import os
 
 import jax
 import jax.numpy as jnp
@@ -341,6 +343,21 @@ def test_the_dump_of_a_run_that_was_given_up_replays_to_the_same_bits(tmp_path):
     assert set(found.causes) == {"loss", "gradients"}
     place, microbatch = found.place
     assert (place.part, place.layer, place.backward) == ("layer", 0, False)
+
+
+@pytest.mark.parametrize("what", ["write_json", "_save_rows"])
+def test_a_disk_that_does_not_take_the_dump_does_not_hide_why_a_run_has_ended(tmp_path, monkeypatch, what):
+    """It ended with the exit code of the full disk, 74, and not a word of the updates that were not finite."""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(f"jaxfb.training.dump.{what}", full)
+    bad = [BeforeUpdate(update, unsafe) for update in (2, 3)]
+    with pytest.raises(
+        jaxfb.trainer.NonFiniteAbort, match="not finite.*no dump .* was written: .*No space left"
+    ):
+        layered_trainer(tmp_path, bad, run={"max_nonfinite": 2}).train()
 
 
 @pytest.mark.slow
