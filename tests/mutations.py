@@ -2146,6 +2146,27 @@ MUTATIONS = (
         "    if False:",
         "rl/test_adapters.py::test_an_adapter_alone_is_not_written_where_more_was_trained",
     ),
+    Mutation(
+        "finished_without_summary",
+        "training/loop.py",
+        "lambda: run_.directory.summary.is_file() and not run_.unwritten",
+        "lambda: not run_.unwritten",
+        "training/test_records_kept.py::test_the_last_files_that_a_full_disk_did_not_take_are_written_by_a_resume",
+    ),
+    Mutation(
+        "copy_shares_local_checkpoints",
+        "training/run_dir.py",
+        "is_own = known[0] and not new and self.copied_from() is None",
+        "is_own = known[0] and not new",
+        "checkpoint/test_local_checkpoints.py::test_a_copy_of_a_run_leaves_the_local_checkpoints_to_the_other",
+    ),
+    Mutation(
+        "tokenizer_is_cut_short",
+        "data/tokenizer.py",
+        "write_whole(path, json.dumps(BYTES_FILE))",
+        "Path(path).write_text(json.dumps(BYTES_FILE))",
+        "process/test_whole_file.py::test_the_tokenizer_of_a_saved_run_outlives_a_resume_on_a_full_disk",
+    ),
 )
 
 
