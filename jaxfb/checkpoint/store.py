@@ -378,7 +378,7 @@ class CheckpointStore:
     def _cannot_write(self, step: int | None, error: BaseException) -> CannotWrite:
         try:
             have = ", ".join(map(str, self.steps())) or "none"
-        except OSError:  # such as too many open files, the reason that is to be told
+        except OSError:  # such as too many open files, which is the reason as well
             have = "not known"
         reason = _root_of(error)
         return CannotWrite(
