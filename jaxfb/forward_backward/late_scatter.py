@@ -58,22 +58,26 @@ class LateScatter:
         Returns (sums, what still waits, the buffers of the newest gradients, which may be overwritten; None: there are
         none). The oldest come first: `of_all` may read the sums only behind the write to them, or XLA copies them all.
         """
-        free, still = None, ()
+        free, still, steps = None, (), self._late_steps(sums)
         for number, one in reversed([*enumerate(waiting)]):
-            further = self._late_steps(sums)[number](one)
+            further = steps[number](one)
             if number == 0 and self._overwriting is not None:
                 free, grads = lax.optimization_barrier((one.grads, further.grads))
                 further = further._replace(grads=grads)
-            if number == len(waiting) - 1:
+            if number == len(steps) - 1:
                 sums = self.add(sums, further)
             else:
                 still = (further, *still)
         return sums, still, free
 
     def take(self, sums: PyTree, waiting: Waiting, made: OfLayer, free: PyTree) -> tuple[PyTree, Waiting]:
-        """Returns (sums, what waits) with a layer's gradients in one or the other; free: buffers, of `step_further`."""
+        """Returns (sums, what waits) with a layer's gradients in one or the other.
+
+        free: buffers, of `step_further`; None: of a backward that is no loop, the first layer, which gets new ones.
+        """
         late, in_turn = self._parts(sums, made)
         if self._overwriting is not None:
+            free = _zeros(self._overwriting.buffers(late.grads)) if free is None else free
             late = late._replace(grads=self._overwriting.write(free, late.grads))
         return self.add(sums, _run(self._steps(sums)[1:], in_turn)), (late, *waiting)
 

@@ -17,7 +17,7 @@ from jax import lax
 
 from jaxfb.forward_backward.ahead import Ahead, Gathered, Late
 from jaxfb.forward_backward.handed import Handed
-from jaxfb.forward_backward.late_scatter import LateScatter
+from jaxfb.forward_backward.late_scatter import LateScatter, Waiting
 from jaxfb.forward_backward.layer_passes import LayerPasses, Layers, StageInputs
 from jaxfb.forward_backward.reads import Reads
 from jaxfb.forward_backward.reduce import masked
@@ -239,7 +239,7 @@ class Stage:
         layers.
         """
         places = self._places(layers)
-        if len(places) > self._written_out:
+        if not self._is_written_out(layers):
             carry, _, whole = self._scan(one, carry, layers, reverse=True, whole=whole)
             return carry, whole
         for place in reversed(places):
@@ -331,11 +331,21 @@ class Stage:
             carry, grads = one(carry, place, layer)
             return (carry, *scatter.take(sums, waiting, OfLayer(place, layer.real, grads), free)), None
 
-        whole, waiting = handed or (None, scatter.nothing_yet(target.sums, self._of_last(layers)))
+        whole, waiting = handed or (None, self._nothing_yet(layers, target))
         (carry, sums, waiting), whole = self._backwards(turn, (carry, target.sums, waiting), layers, whole)
         if handed is None:
             return carry, scatter.to_the_end(sums, waiting), None
         return carry, sums, Handed(whole, waiting)
+
+    def _nothing_yet(self, layers: Layers, target: Target) -> Waiting:
+        """Returns what waits before the last layer's backward; a loop carries as much as waits later, of zeros."""
+        if self._is_written_out(layers):
+            return ()
+        return self._scatter(target).nothing_yet(target.sums, self._of_last(layers))
+
+    def _is_written_out(self, layers: Layers) -> bool:
+        """Returns whether the backwards of the layers are written out, and are no loop."""
+        return len(self._places(layers)) <= self._written_out
 
     def _scatter(self, target: Target) -> LateScatter:
         assert self._ahead is not None

@@ -77,6 +77,8 @@ def test_gradients_are_those_of_one_device(mesh, options):
         slow({"fsdp": 4}, {"remat": "full", "layers": 1}),
         slow({"data": 2, "fsdp": 4}, {"remat": "none", "layers": 2}),
         slow({"pipe": 2, "fsdp": 4}, {"remat": "full", "layers": 10, "schedule": "1f1b"}),
+        ({"pipe": 2, "fsdp": 4}, {"remat": "layer", "layers": 2, "schedule": "1f1b"}),
+        slow({"pipe": 2, "fsdp": 4}, {"remat": "full", "layers": 6, "schedule": "zero_bubble"}),
     ],
     ids=named,
 )
@@ -162,6 +164,21 @@ def carried_gathers(program):
             body = eqn.params["jaxpr"].jaxpr
             made = {id(var): one for one in body.eqns if gathers(one) for var in one.outvars}
             yield from ((made[id(var)], body) for var in body.outvars if id(var) in made)
+
+
+def scatters_of_a_pipeline(layers, **options):
+    """How many reduce-scatters are written in the program of a pipeline of two stages."""
+    fb = jaxfb.get_forward_backward_func(jaxfb.make_mesh(pipe=2, fsdp=2), "1f1b", remat="layer", **options)
+    plan = jaxfb.BatchPlan(rows=toy.ROWS, data_parallel=2, num_microbatches=2)
+    params, batch = toy.params(layers=layers), toy.batch()
+    traced = jax.make_jaxpr(lambda params: fb(toy.model, params, batch, plan, KEY))(params).jaxpr
+    return sum(eqn.primitive.name == "reduce_scatter" for eqn in equations(traced))
+
+
+@pytest.mark.parametrize("layers", [2, 6])
+def test_a_backward_that_is_no_loop_scatters_no_zeros(layers):
+    """In a loop the first turn scatters what waits before it, of which there is nothing."""
+    assert scatters_of_a_pipeline(layers, gather_ahead=True) == scatters_of_a_pipeline(layers)
 
 
 def depends_on(wanted_one, eqn, body):

@@ -33,6 +33,7 @@ CASES = [
     slow({"fsdp": 4}, 5, {"remat": "layer", "reduce_dtype": "float64"}),
     slow({"fsdp": 4}, 3, {"remat": "full", "fsdp_gather": 2}),
     slow({"data": 2, "fsdp": 4}, 3, {"remat": "full", "overlap_grad_reduce": True}),
+    slow({"pipe": 2, "fsdp": 4}, 6, {"remat": "layer", "schedule": "1f1b"}),
 ]
 
 
