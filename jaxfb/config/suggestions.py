@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any, get_origin
 
@@ -73,6 +74,8 @@ _PLAIN_VALUE = re.compile(r"[\w.+-]{1,40}")
 
 def wrong_type(hint: Any, given: Any, key: str) -> str:
     """Returns the sentence for a value of the wrong type, with the nearest legal one."""
+    for name, number in _not_finite(given, key):
+        return f"[config] {name}={as_written(number)} must be a finite number"
     words = [str(word) for word in words_of(hint)]
     lower = {word.lower(): word for word in words}
     near = difflib.get_close_matches(given.lower(), lower, n=1) if isinstance(given, str) else []
@@ -82,6 +85,14 @@ def wrong_type(hint: Any, given: Any, key: str) -> str:
     return f"[config] {key}={as_written(given)} must be {describe(hint)}" + (
         f"; did you mean {nearest}?" if nearest else ""
     )
+
+
+def _not_finite(given: Any, key: str) -> Iterator[tuple[str, float]]:
+    """Yields the keys and values of the numbers in a value, or in a mapping, that are infinite or NaN."""
+    for name, value in given.items() if isinstance(given, Mapping) else ():
+        yield from _not_finite(value, f"{key}.{name}")
+    if isinstance(given, float) and not math.isfinite(given):
+        yield key, given
 
 
 def _of_the_type(hint: Any, given: Any) -> str | None:

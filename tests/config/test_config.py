@@ -39,7 +39,8 @@ REFUSED = [
     ("run.updates=many", r"run\.updates='many' must be an integer or null"),
     ("batch.rows=true", r"batch\.rows=true must be an integer"),
     ("batch.rows=2.0", r"batch\.rows=2\.0 must be an integer"),
-    ("optimizer.learning_rate=.inf", r"optimizer\.learning_rate=inf must be a number"),
+    ("optimizer.learning_rate=.inf", r"optimizer\.learning_rate=inf must be a finite number"),
+    ("lr.options={clamp: .inf}", r"lr\.options\.clamp=inf must be a finite number"),
     ("optimizer.name=adamv", r"must be one of adamw, .*; did you mean adamw\?"),
     ("log.writers=[wanb]", r"log\.writers=\['wanb'\] must be a list, each one of tensorboard, wandb"),
     (

@@ -99,6 +99,10 @@ def test_preference_settings_out_of_range_are_refused():
         PreferenceLoss("dpo")
     with pytest.raises(ValueError, match=r"must be in \[0, 0.5\)"):
         PreferenceLoss(label_smoothing=0.5)
+    with pytest.raises(ValueError, match=r"kind 'json:loads' must take \(h, settings\), but it takes \(s, "):
+        PreferenceLoss("json:loads")
+    with pytest.raises(ValueError, match=r"kind 'math:pi' must be a function \(h, settings\), got 3.14"):
+        PreferenceLoss("math:pi")
     with pytest.raises(ValueError, match="reads the leaf 'segments'"):
         PreferenceLoss()(jnp.zeros((1, 2)), None, {"loss_mask": jnp.ones((1, 2))})
 
