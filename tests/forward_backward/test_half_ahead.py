@@ -48,6 +48,10 @@ def gradients(mesh, layers=3, num_microbatches=2, schedule=None, dtype=np.float6
         slow({"pipe": 2, "fsdp": 2}, {"remat": "full", "layers": 10, "schedule": "1f1b"}),
         slow({"pipe": 2, "fsdp": 2}, {"remat": "none", "layers": 10, "schedule": "zero_bubble"}),
         slow({"pipe": 2, "fsdp": 2}, {"remat": "layer", "layers": 7, "layers_per_stage": (6, 1)}),
+        slow(
+            {"pipe": 2, "fsdp": 2},
+            {"remat": "layer", "layers": 8, "schedule": "interleaved", "num_chunks": 2},
+        ),
     ],
     ids=str,
 )

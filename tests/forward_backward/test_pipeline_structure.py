@@ -1,6 +1,7 @@
 """Law 5 and 6 under a pipeline, on the compiled program: flat memory, one reduction, nothing that grows with M."""
 
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -179,9 +180,15 @@ def test_how_often_a_stage_of_three_layers_runs_forward(keep, forwards):
     assert products(jax.make_jaxpr(both)(jnp.zeros(HIDDEN)).jaxpr) == forwards + 2 * 3
 
 
-@pytest.mark.parametrize("ahead, waits", [(None, [0, 1, 2]), (AS_IT_IS, [0, 0, 0])])
+IN_TURN = replace(AS_IT_IS, in_turn=("*",))
+
+
+@pytest.mark.parametrize("ahead, waits", [(None, [0, 1, 2]), (AS_IT_IS, [0, 0, 0]), (IN_TURN, [0, 1, 2])])
 def test_layers_that_are_no_loop_wait_for_one_another(ahead, waits):
-    """A layer is computed again when the gradients of those behind it are in their sums, of which it reads nothing."""
+    """A layer is computed again when the gradients of those behind it are in their sums, of which it reads nothing.
+
+    Not where those of whole layers are summed a layer late.
+    """
     stage = Stage(
         lambda *given: layer_output(jnp.tanh(given[1] @ given[0])), "inputs", written_out=3, ahead=ahead
     )
