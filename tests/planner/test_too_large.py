@@ -43,7 +43,7 @@ def test_three_changes_are_proposed_that_fit_by_the_same_formula(tmp_path):
     for change, then in changes:
         smaller = load_config(write_tiny(tmp_path, mesh={"data": -1}), [*BIG, *change.split()])
         assert needed(smaller) == pytest.approx(float(then), abs=0.011) and float(then) < 0.81 * now
-    assert "no cut of the rows" in advice(config, H100, 1000.0)
+    assert "shorter rows" in advice(config, H100, 1000.0)
 
 
 def test_half_a_layer_ahead_is_proposed_where_a_whole_one_is_gathered(tmp_path):
