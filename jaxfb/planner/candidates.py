@@ -14,7 +14,7 @@ from jaxfb.planner.counts import num_shards
 from jaxfb.schedules import KINDS
 from jaxfb.schedules.by_device import runs_on
 
-CHUNKS = (1, 2, 4)
+CHUNKS = (1, 2, 4, 5)
 REMAT = ("none", "selective", "layer", "offload", "full")
 ONE_STAGE_REMAT = REMAT[:-1]
 ROWS = (1, 2, 4, 8, 16)
