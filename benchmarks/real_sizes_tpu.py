@@ -57,6 +57,10 @@ LONGER_MAXTEXT = LONG_MAXTEXT | {
     "ici_context_parallelism": 16,
     "per_device_batch_size": 1 / 16,
 }
+FIVE_CHUNKS = ("schedule=interleaved", "chunks=5", "parallel.remat=layer")
+"""Stages of two layers, five on each device."""
+TWO_LAYER_STAGES = {"num_layers_per_pipeline_stage": 2}
+"""The same in MaxText, whose pipeline is then circular."""
 LONG_STAGES = (
     "data.sequence_length=131072",
     "batch.rows=4",
@@ -199,6 +203,9 @@ JOBS = {
     "70B, v5p:8x8x8, pipe 8 x fsdp 8 x tensor 8, layers' inputs kept": Job(
         "70b", "v5p:8x8x8", (*STAGES, "batch.rows=512", "parallel.remat=layer"), PIPELINE
     ),
+    "70B, v5p:8x8x8, pipe 8 x fsdp 8 x tensor 8, five chunks": Job(
+        "70b", "v5p:8x8x8", (*STAGES, *FIVE_CHUNKS, "batch.rows=512"), PIPELINE | TWO_LAYER_STAGES
+    ),
     "70B, v5p:8x8x8, pipe 8 x fsdp 8 x tensor 8, layers' inputs on the host": Job(
         "70b", "v5p:8x8x8", (*STAGES, "batch.rows=512", *INPUTS_ON_HOST), None
     ),
@@ -207,6 +214,12 @@ JOBS = {
         "v5p:8x8x8",
         (*STAGES, "batch.rows=128", "parallel.remat=layer"),
         PIPELINE | {"num_pipeline_microbatches": 16, "per_device_batch_size": 1 / 4},
+    ),
+    "70B, v5p:8x8x8, pipe 8 x fsdp 8 x tensor 8, 16 microbatches, five chunks": Job(
+        "70b",
+        "v5p:8x8x8",
+        (*STAGES, *FIVE_CHUNKS, "batch.rows=128"),
+        PIPELINE | {"num_pipeline_microbatches": 16, "per_device_batch_size": 1 / 4} | TWO_LAYER_STAGES,
     ),
     "70B, v5p:8x8x8, pipe 8 x fsdp 8 x tensor 8, 16 microbatches, layers' inputs on the host": Job(
         "70b",

@@ -260,6 +260,8 @@ SECTIONS = (
           over data in addition to fsdp.
         - In a pipeline, jaxfb's `remat=full` keeps the input of a stage, whose forward then runs three times; MaxText
           keeps the input of each layer, and so does jaxfb in the row "layers' inputs kept" (`remat=layer`).
+        - "Five chunks" are stages of two layers, five on each device: `schedule=interleaved`, and MaxText's circular
+          pipeline. With few microbatches both are faster and smaller like that than with one stage a device.
         - "Compiler's peak" is the memory of the process that compiles.""",
         facts, table, claims,
     ),
