@@ -1228,7 +1228,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_step_that_may_not_be_read_is_set_aside",
-        "checkpoint/store.py",
+        "checkpoint/saved_steps.py",
         "except (Unreadable, Mismatch):",
         "except KeyError:",
         "checkpoint/test_obstacles.py::test_a_record_that_may_not_be_read_is_not_set_aside",
@@ -1531,7 +1531,7 @@ MUTATIONS = (
     ),
     Mutation(
         "oldest_is_the_best",
-        "checkpoint/store.py",
+        "checkpoint/saved_steps.py",
         'scored.append((score["score"], -step))',
         'scored.append((-score["score"], -step))',
         "checkpoint/test_checkpoint.py::test_keeps_newest_and_best",
@@ -1546,7 +1546,7 @@ MUTATIONS = (
     ),
     Mutation(
         "damaged_checkpoint_named_as_saved",
-        "checkpoint/store.py",
+        "checkpoint/saved_steps.py",
         "return step not in self._damaged and bool(",
         "return bool(",
         "training/test_signal_phases.py::test_a_start_up_that_is_ended_names_no_checkpoint_that_it_found_damaged",
@@ -1574,7 +1574,7 @@ MUTATIONS = (
     ),
     Mutation(
         "digest_of_the_record_not_compared",
-        "checkpoint/store.py",
+        "checkpoint/saved_steps.py",
         'record["format"] == FORMAT and record != sealed(record)',
         'record["format"] == FORMAT and False',
         "checkpoint/test_checkpoint.py::test_a_changed_record_is_no_record",

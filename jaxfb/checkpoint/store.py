@@ -10,18 +10,15 @@ can be read whole.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
-import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial as partial_of
 from pathlib import Path
 from typing import Any, cast
 
 import jax
-from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from jaxfb.checkpoint.damage import damage
@@ -30,36 +27,33 @@ from jaxfb.checkpoint.manifest import (
     Mismatch,
     abstract_leaf,
     as_json,
-    check_fit_of,
     check_sums,
     check_writable,
     named_leaves,
     sealed,
     shapes_of,
 )
-from jaxfb.checkpoint.obstacles import Unreadable, number_of, unreadable
+from jaxfb.checkpoint.obstacles import number_of
 from jaxfb.checkpoint.record import RECORD, context
+from jaxfb.checkpoint.saved_steps import FORMAT, SavedSteps, unless_prevented
 from jaxfb.checkpoint.step_directories import DAMAGED_SUFFIX, remove_unfinished, steps_in, unused
-from jaxfb.checkpoint.stored_parts import StoredArrays
 from jaxfb.checkpoint.together import NOT_OF_A_FILE, gathered, read_by_all
 from jaxfb.checkpoint.write_errors import WriteErrors, quiet_late_answers, wait_for
 from jaxfb.parallel.totals import checksums
 from jaxfb.process.fault_points import reach, watch_renames
 from jaxfb.process.os_errors import chain
-from jaxfb.refusal import INT64, Missing, Refused, StorageError, boolean, instance, integer, refuse
+from jaxfb.refusal import INT64, Missing, Refused, StorageError, boolean, instance, integer
 from jaxfb.update.pipeline_state import as_saved
 
 log = logging.getLogger(__name__)
 write_errors = WriteErrors()
-
-FORMAT, WITHOUT_SUMS = 2, 1
 
 
 class CannotWrite(StorageError):
     """Something of a run could not be written (disk full, no permission); one sentence that names what is saved."""
 
 
-class CheckpointStore:
+class CheckpointStore(SavedSteps):
     """The checkpoints of one run: `directory/<step>/`, each either complete or invisible.
 
     Keeps the newest `keep` steps, and the one whose `host["metrics"][keep_best]` is lowest.
@@ -82,20 +76,12 @@ class CheckpointStore:
         keep_best: str | None = "eval/loss",
         asynchronous: bool = True,
     ):
-        if not isinstance(directory, str | os.PathLike) or not str(directory) or "\0" in str(directory):
-            refuse("directory", directory, "the path of a directory", who=WHO)
-        keep = integer("keep", keep, who=WHO)
-        if keep_best is not None:
-            instance("keep_best", keep_best, str, "the name of a metric, or None", who=WHO)
-        boolean("asynchronous", asynchronous, who=WHO)
-        self.directory = epath.Path(directory).absolute()
-        self.keep_best = keep_best
-        self.asynchronous = asynchronous
-        self._keep = keep
+        super().__init__(directory, keep_best)
+        self._keep = integer("keep", keep, who=WHO)
+        self.asynchronous = boolean("asynchronous", asynchronous, who=WHO)
         self._writer: ocp.training.Checkpointer | None = None
         self._pending: ocp.AsyncResponse | None = None
         self._pending_step: int | None = None
-        self._damaged: set[int] = set()
 
     def save(self, step: int, state: Any, host: Mapping[str, Any]) -> None:
         """Saves one step as a whole: arrays and host values are committed together or not at all.
@@ -114,25 +100,10 @@ class CheckpointStore:
         check_writable(state, named_leaves(state))
         leaves = named_leaves(as_saved(state))
         content = {"format": FORMAT, "leaves": shapes_of(leaves), "host": as_json(host)}
-        try:
-            writer = self._writer or self._open_writer()
-        except OSError as error:
-            raise self._cannot_write(step, error) from error
-        if (self.directory / str(step)).exists():
-            raise Refused(
-                f"[checkpoint] step {step} is already saved in {self.directory}; resume from it, or train "
-                "into another run directory"
-            )
+        writer = self._writer_for(step)
         reach("save")
         write_errors.forget(self.directory)
-        try:
-            self._pending = _begun_save(writer, step, leaves, content, self._score(host))
-        except OSError as error:
-            self._abandon_writer()
-            raise self._cannot_write(step, error) from error
-        except jax.errors.JaxRuntimeError:  # no checksums, so no save
-            self._abandon_writer()
-            raise
+        self._pending = self._begun(writer, step, leaves, content)
         if self._pending is None:
             raise Refused(
                 f"[checkpoint] step {step} is not above the newest one that is saved, {self.latest()}; use a larger one"
@@ -181,64 +152,6 @@ class CheckpointStore:
         remedy = "; copy a whole one back, or train again with --fresh" if reasons else ""
         raise Missing(self._no_step(None) + remedy + "".join(f"\n  {reason}" for reason in reasons))
 
-    def check_fit(self, abstract_state: Any, step: int, partial: bool = False) -> None:
-        """Compares names, shapes and dtypes with those of a complete step, without reading its arrays.
-
-        Raises:
-          ValueError: they differ; the message lists them.
-        """
-        wanted = {name: abstract_leaf(leaf) for name, leaf in named_leaves(abstract_state).items()}
-        where = f"step {step} of {self.directory}"
-        check_fit_of(self._record(step)["leaves"], shapes_of(wanted), where, partial)
-
-    def host(self, step: int | None = None) -> dict:
-        """Returns the host dict of a step (None: the newest complete), read without its arrays."""
-        return self._record(self.existing(step))["host"]
-
-    def shapes(self, step: int | None = None) -> dict[str, tuple[int, ...]]:
-        """Returns the shape of every saved leaf of a step (None: the newest complete) by dotted path."""
-        leaves = self._record(self.existing(step))["leaves"]
-        return {name: tuple(leaf["shape"]) for name, leaf in leaves.items()}
-
-    def arrays(self, step: int) -> StoredArrays:
-        """Returns the saved leaves of a step by dotted path, to be read a part at a time."""
-        record = self._record(step)
-        sums = {name: record.get("sums", {}).get(name) for name in record["leaves"]}
-        return StoredArrays(self.directory / str(step) / "state", sums)
-
-    def existing(self, step: int | None = None) -> int:
-        """Returns the step itself, the newest complete one for None.
-
-        Raises:
-          FileNotFoundError: there is none.
-        """
-        if step is None:
-            step = self.latest()
-        else:
-            integer("step", step, who=WHO, least=0, most=INT64)
-        if step is None or not (self.directory / str(step)).is_dir():
-            raise Missing(self._no_step(step))
-        return step
-
-    def steps(self) -> list[int]:
-        """Returns complete steps, oldest first. One without a readable manifest is none, nor one that `restore` passed
-        over as damaged.
-        """
-        return [step for step in steps_in(self.directory) if self._is_complete(step)]
-
-    def latest(self) -> int | None:
-        """Returns the newest complete step; a save still being written does not count."""
-        return next((step for step in reversed(steps_in(self.directory)) if self._is_complete(step)), None)
-
-    def best(self) -> int | None:
-        """Returns the complete step with the lowest `keep_best` metric, the newer of equals."""
-        scored = []
-        for step in self.steps():
-            score = self._score(self._record(step)["host"])
-            if score is not None:
-                scored.append((score["score"], -step))
-        return -min(scored)[1] if scored else None
-
     def wait(self) -> None:
         """Returns when the last save is committed.
 
@@ -275,6 +188,36 @@ class CheckpointStore:
 
     def __exit__(self, *_) -> None:
         self.close()
+
+    def _writer_for(self, step: int) -> ocp.training.Checkpointer:
+        """Returns the writer, opened at the first save; refuses a step that is saved already."""
+        try:
+            writer = self._writer or self._open_writer()
+        except OSError as error:
+            raise self._cannot_write(step, error) from error
+        if (self.directory / str(step)).exists():
+            raise Refused(
+                f"[checkpoint] step {step} is already saved in {self.directory}; resume from it, or train "
+                "into another run directory"
+            )
+        return writer
+
+    def _begun(
+        self,
+        writer: ocp.training.Checkpointer,
+        step: int,
+        leaves: Mapping[str, Any],
+        content: Mapping[str, Any],
+    ) -> ocp.AsyncResponse | None:
+        """Starts to write a step; None where Orbax will not, because a newer one is saved."""
+        try:
+            return _begun_save(writer, step, leaves, content, self._score(content["host"]))
+        except OSError as error:
+            self._abandon_writer()
+            raise self._cannot_write(step, error) from error
+        except jax.errors.JaxRuntimeError:  # no checksums, so no save
+            self._abandon_writer()
+            raise
 
     def _abandon_writer(self) -> None:
         """Replaces the writer, because Orbax repeats a failed save's error at every later call."""
@@ -334,7 +277,7 @@ class CheckpointStore:
     def _load(self, step: int, abstract_state: Any, partial: bool) -> tuple[Any, dict]:
         """Returns state and host values of a step that every process can read; none has it if one cannot."""
         path = self.directory / str(step)
-        read = _unless_prevented(path)(partial_of(self._read, step, abstract_state, partial))
+        read = unless_prevented(path)(partial_of(self._read, step, abstract_state, partial))
         record, loaded = read_by_all(read, step, lambda error: damage(path, error))
         check_sums(record.get("sums", {}), loaded, step)
         state = jax.tree.unflatten(jax.tree.structure(abstract_state), list(loaded.values()))
@@ -351,30 +294,6 @@ class CheckpointStore:
             loaded = ocp.load_checkpointables(path, {"state": {**wanted, **skipped}})["state"]
         return record, {name: loaded[name] for name in wanted}
 
-    def _record(self, step: int) -> dict:
-        # Read as a file: Orbax's reading is a collective, and one process may look at steps alone.
-        path = self.directory / str(step)
-        with _unless_prevented(path):
-            record = json.loads((path / RECORD / "data.json").read_text())
-        _refuse_newer(record, f"step {step} of {self.directory}")
-        if not isinstance(record, dict) or record.get("format") not in (FORMAT, WITHOUT_SUMS):
-            raise StorageError(f"{path} contains no jaxfb checkpoint of format {FORMAT}")
-        if record["format"] == FORMAT and record != sealed(record):
-            raise StorageError(f"the record of {path} is not the one that was written")
-        return record
-
-    def _is_complete(self, step: int) -> bool:
-        try:
-            return step not in self._damaged and bool(self._record(step))
-        except (Unreadable, Mismatch):  # nothing is known to be wrong with it; reading it raises
-            return True
-        except Exception:  # whatever is wrong with it, it is not a checkpoint one can resume from
-            return False
-
-    def _score(self, host: Mapping[str, Any]) -> dict | None:
-        value = (host.get("metrics") or {}).get(self.keep_best) if self.keep_best else None
-        return {"score": float(value)} if value is not None and math.isfinite(value) else None
-
     def _cannot_write(self, step: int | None, error: BaseException) -> CannotWrite:
         try:
             have = ", ".join(map(str, self.steps())) or "none"
@@ -384,11 +303,6 @@ class CheckpointStore:
         return CannotWrite(
             f"[checkpoint] step {step} could not be written to {self.directory}: {reason}; complete steps: {have}"
         )
-
-    def _no_step(self, step: int | None) -> str:
-        have = ", ".join(map(str, self.steps())) or "none"
-        what = "no checkpoint that can be read" if step is None else f"no checkpoint of step {step}"
-        return f"[checkpoint] {what} in {self.directory}; complete steps: {have}"
 
 
 def _begun_save(
@@ -407,29 +321,6 @@ def _begun_save(
         record.set_exception(error)
         raise
     return pending
-
-
-@contextlib.contextmanager
-def _unless_prevented(checkpoint: epath.Path) -> Iterator[None]:
-    """Raises Unreadable in place of an error whose cause is that this process may not read the checkpoint."""
-    try:
-        yield
-    except (*NOT_OF_A_FILE, Mismatch):
-        raise
-    except Exception as error:
-        if told := unreadable(checkpoint, error):
-            raise told from error
-        raise
-
-
-def _refuse_newer(record: Any, where: str) -> None:
-    """Refuses the whole record of a later format: nothing is damaged, and an older step is not what was asked for."""
-    found = record.get("format") if isinstance(record, dict) else None
-    if type(found) is int and found > FORMAT and record == sealed(record):
-        raise Mismatch(
-            f"[checkpoint] {where} has format {found}, which a newer jaxfb has written, and this one reads up to "
-            f"{FORMAT}; continue with the newer one, or in another run directory"
-        )
 
 
 def _first_line(error: BaseException) -> str:

@@ -12,11 +12,12 @@ import jax
 import pytest
 
 import jaxfb
-from jaxfb.checkpoint import obstacles
+from jaxfb.checkpoint import obstacles, saved_steps
 from jaxfb.checkpoint import store as checkpoint
 from jaxfb.checkpoint.manifest import Mismatch, sealed
 from jaxfb.checkpoint.obstacles import Unreadable
-from jaxfb.checkpoint.store import FORMAT, CannotWrite, CheckpointStore
+from jaxfb.checkpoint.saved_steps import FORMAT
+from jaxfb.checkpoint.store import CannotWrite, CheckpointStore
 
 STATE = {f"w{number}": jax.random.normal(jax.random.key(number), (64, 64)) for number in range(20)}
 
@@ -54,7 +55,7 @@ def test_a_save_that_may_open_no_file_is_named_though_nothing_else_can_be_read(s
 
     with CheckpointStore(saved, keep=5) as store:
         monkeypatch.setattr(checkpoint, "_begun_save", too_many)
-        monkeypatch.setattr(checkpoint, "steps_in", too_many)
+        monkeypatch.setattr(saved_steps, "steps_in", too_many)
         with pytest.raises(
             CannotWrite, match="step 4 could not .*: Too many open files; complete steps: not known"
         ):
@@ -158,4 +159,4 @@ def test_damage_is_no_obstacle(tmp_path):
         ValueError("x"),
     ):
         assert obstacles.unreadable(tmp_path / "3", error) is None
-    assert checkpoint.unreadable(tmp_path / "3", OSError(errno.ESTALE, "Stale file handle"))
+    assert obstacles.unreadable(tmp_path / "3", OSError(errno.ESTALE, "Stale file handle"))
