@@ -133,7 +133,7 @@ def test_a_few_trials_of_each_kind(tmp_path, monkeypatch):
     wanted += [
         trials.kill("rollout.done", 3, RL)
     ]  # two processes: tests/training/test_hosts_end_to_end.py, and `make soak`
-    wanted += [trials.flipped_bit(seed) for seed in range(12)]
+    wanted += [trials.flipped_bit(seed) for seed in range(6)]
     wanted += [trial for trial in trials.faults() if "wrong_once" in trial.name]
     outcomes = command.run_trials(wanted, laboratory)
     assert [outcome.problems for outcome in outcomes] == [()] * len(wanted)
