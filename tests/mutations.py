@@ -813,6 +813,27 @@ MUTATIONS = (
         "forward_backward/test_ahead.py::test_it_is_the_default_on_accelerators_but_v5e",
     ),
     Mutation(
+        "short_stages_scatter_zeros",
+        "forward_backward/stage.py",
+        "self._nothing_yet(layers, target))",
+        "scatter.nothing_yet(target.sums, self._of_last(layers)))",
+        "forward_backward/test_ahead.py::test_a_backward_that_is_no_loop_scatters_no_zeros",
+    ),
+    Mutation(
+        "gradients_added_before_the_last_step_of_their_scatter",
+        "forward_backward/late_scatter.py",
+        "if number == len(steps) - 1:",
+        "if number == len(waiting) - 1:",
+        "forward_backward/test_ahead.py::test_steps_of_a_scatter_a_layer_apart_give_the_gradients_of_one_device",
+    ),
+    Mutation(
+        "half_a_layer_ahead_waits_for_none",
+        "forward_backward/stage.py",
+        "self._ahead is not None and not self._ahead.in_turn",
+        "self._ahead is not None",
+        "forward_backward/test_pipeline_structure.py::test_layers_that_are_no_loop_wait_for_one_another",
+    ),
+    Mutation(
         "layers_that_are_no_loop_run_at_once",
         "forward_backward/stage.py",
         "lax.optimization_barrier((carry, place))",
