@@ -191,8 +191,8 @@ MUTATIONS = (
     Mutation(
         "pieces_count_a_constant_weight_of_a_metric",
         "forward_backward/pieces.py",
-        "adds_one = is_constant(piece, whole, place, of_whole) and",
-        "adds_one = False and",
+        '            if reads_none(piece, whole, place, tokens):\n                raise _counted_by_each("metric"',
+        '            if False:\n                raise _counted_by_each("metric"',
         "forward_backward/test_pieces.py::test_a_metric_that_each_piece_would_count_is_refused",
     ),
     Mutation(
