@@ -58,8 +58,9 @@ class LateScatter:
         Returns (sums, what still waits, the buffers of the newest gradients, which may be overwritten; None: there are
         none). The oldest come first: `of_all` may read the sums only behind the write to them, or XLA copies them all.
         """
-        free, still, steps = None, (), self._late_steps(sums)
+        free, still = None, ()
         for number, one in reversed([*enumerate(waiting)]):
+            steps = self._late_steps(sums)  # with the sums as they are now
             further = steps[number](one)
             if number == 0 and self._overwriting is not None:
                 free, grads = lax.optimization_barrier((one.grads, further.grads))
