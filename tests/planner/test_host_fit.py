@@ -103,7 +103,7 @@ def command_of(kind, directory, monkeypatch):
     return [*COMMANDS[kind], f"run.dir={directory}/run"]
 
 
-@pytest.mark.parametrize("kind", some_slow(["own", "train", "sft", "dpo", "rl"], ["sft"]))
+@pytest.mark.parametrize("kind", some_slow(["own", "train", "sft", "dpo", "rl"], ["own"]))
 def test_every_command_refuses_an_update_larger_than_what_is_free(kind, monkeypatch, capsys, tmp_path):
     arguments = command_of(kind, tmp_path, monkeypatch)
     monkeypatch.setattr(host_fit, "free_memory", lambda: 1)
