@@ -170,6 +170,30 @@ def function(name: str, value: Any, signature: str, *, who: str = "") -> Callabl
     raise Refused(f"{_prefix(who)}{name} must be a function {signature}, got {shown(value)}")
 
 
+def name_of(function: Any) -> str:
+    """Returns the name of a function, or of the class of an object that can be called."""
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def function_of(name: str, value: Any, arguments: str, *, who: str = "", more: str = "") -> Callable:
+    """Returns `value` if it can be called with positional arguments, such as "(params, microbatch, rng)".
+
+    more: what a refusal adds about them.
+    """
+    given = function(name, value, arguments, who=who)
+    try:
+        signature = inspect.signature(given)
+    except (TypeError, ValueError):  # built-in functions have none
+        return given
+    try:
+        signature.bind(*arguments.split(","))
+    except TypeError:
+        raise Refused(
+            f"{_prefix(who)}{name} must take {arguments}, but {name_of(given)} takes {signature}{more}"
+        ) from None
+    return given
+
+
 def instance(
     name: str, value: Any, kind: type | UnionType | tuple[type, ...], what: str, *, who: str = ""
 ) -> Any:

@@ -50,15 +50,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = 128 + getattr(error, "number", signal.SIGINT)
     except Exception as error:
         code = _ended_by(error, options)
-    is_left_waiting = arguments is None and code == UNWRITTEN
-    if is_left_waiting or (code not in (DONE, RESUMABLE) and _among_several()):
+    # a call from Python, which passes arguments, goes on after this one
+    may_wait_for_threads = arguments is None and code == UNWRITTEN
+    if may_wait_for_threads or (code not in (DONE, RESUMABLE) and _among_several()):
         _leave(code)
     return code
 
 
 def _leave(code: int) -> NoReturn:
-    """Ends this process now: an orderly end would wait for the other ones, or for threads of a save that failed, of
-    which each waits minutes for another.
+    """Ends this process now.
+
+    An orderly end would wait for the other processes, or for the threads of a save that failed, which wait for minutes.
     """
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):  # closed, or on the disk that is full

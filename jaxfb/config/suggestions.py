@@ -74,8 +74,8 @@ _PLAIN_VALUE = re.compile(r"[\w.+-]{1,40}")
 
 def wrong_type(hint: Any, given: Any, key: str) -> str:
     """Returns the sentence for a value of the wrong type, with the nearest legal one."""
-    for name, number in _not_finite(given, key):
-        return f"[config] {name}={as_written(number)} must be a finite number"
+    if found := next(_not_finite(given, key), None):
+        return f"[config] {found[0]}={as_written(found[1])} must be a finite number"
     words = [str(word) for word in words_of(hint)]
     lower = {word.lower(): word for word in words}
     near = difflib.get_close_matches(given.lower(), lower, n=1) if isinstance(given, str) else []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
 import operator
 import warnings
@@ -20,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jaxfb.batch_plan import BatchPlan
 from jaxfb.mesh import axis_size, data_parallel
 from jaxfb.parallel.annotations import check_kinds
-from jaxfb.refusal import INT64, Refused, function, instance, integer, shown
+from jaxfb.refusal import INT64, Refused, function_of, instance, integer, name_of, shown
 from jaxfb.trainable import Patterns, pruned
 from jaxfb.types import Counted, Halves, Pipelined, PyTree, VocabularyParallel
 
@@ -81,7 +80,7 @@ def check_model(model: Any) -> None:
         hash(model)
     except TypeError as error:
         raise Refused(
-            f"a model must be hashable, since it decides which compiled program runs, but {_called(model)} is not "
+            f"a model must be hashable, since it decides which compiled program runs, but {name_of(model)} is not "
             f"({error}); write a plain function {_LOSS_FN} that is given its arrays in params"
         ) from None
 
@@ -313,22 +312,7 @@ def layer_counts(value: Any) -> tuple[int, ...] | None:
 
 
 def _check_function(what: str, given: Any, arguments: str) -> None:
-    function(what, given, arguments)
-    try:
-        signature = inspect.signature(given)
-    except (TypeError, ValueError):  # builtins have none
-        return
-    try:
-        signature.bind(*arguments.split(","))
-    except TypeError:
-        raise Refused(
-            f"{what} must take {arguments}, but {_called(given)} takes {signature}"
-            f"{_RNG if 'rng' in arguments else ''}"
-        ) from None
-
-
-def _called(function: Any) -> str:
-    return getattr(function, "__name__", type(function).__name__)
+    function_of(what, given, arguments, more=_RNG if "rng" in arguments else "")
 
 
 def _is_finite(value: Any) -> bool:

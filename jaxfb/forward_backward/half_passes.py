@@ -15,10 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxfb.forward_backward.layer_passes import LayerPasses, Layers, StageInputs, context_of
-from jaxfb.forward_backward.sequential import layer_output
+from jaxfb.forward_backward.sequential import layer_output, two_results
 from jaxfb.forward_backward.stage import Stage
 from jaxfb.forward_backward.unrounded import unrounded
-from jaxfb.refusal import Refused, shown
 from jaxfb.trainable import joined
 from jaxfb.types import LossOutput, PyTree
 
@@ -39,12 +38,7 @@ class LayerInHalves(NamedTuple):
     ) -> tuple[tuple[PyTree, LossOutput], PyTree]:
         """Returns ((hidden, its terms and metrics), beside)."""
         answer = self.second(params, between, microbatch, rng, beside)
-        if not (isinstance(answer, tuple) and len(answer) == 2):
-            raise Refused(
-                "Pipelined.halves.second must return two results, (what layer returns, beside), got "
-                f"{shown(answer)}"
-            )
-        out, beside = answer
+        out, beside = two_results("Pipelined.halves.second", answer, "(what layer returns, beside)")
         return layer_output(out), beside
 
 

@@ -60,7 +60,7 @@ class LateScatter:
         """
         free, still = None, ()
         for number, one in reversed([*enumerate(waiting)]):
-            steps = self._late_steps(sums)  # with the sums as they are now
+            steps = self._late_steps(sums)  # which read the sums behind the last write
             further = steps[number](one)
             if number == 0 and self._overwriting is not None:
                 free, grads = lax.optimization_barrier((one.grads, further.grads))

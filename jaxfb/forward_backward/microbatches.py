@@ -85,7 +85,7 @@ def merge(outputs: PyTree, of_tokens: PyTree, plan: BatchPlan, mesh: Mesh) -> Py
     """
 
     def one(leaf, tokens):
-        # -1 cannot be found out of a leaf of no numbers
+        # not reshape(-1, ...), which an array without elements does not determine
         rows = leaf.reshape(leaf.shape[0] * leaf.shape[1], *leaf.shape[2:])[: plan.rows]
         if not tokens:
             return rows

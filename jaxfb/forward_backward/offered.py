@@ -27,19 +27,17 @@ def counts_before(model: LossFn | Pipelined) -> bool:
 
 
 def check_marks(model: Pipelined, params: PyTree, mesh: Mesh) -> None:
-    """Raises ValueError where a member that marks parameters does not give a tree like them, of what it has to be.
+    """Raises ValueError where a member of the model that marks parameters gives no tree like them, or wrong marks.
 
-    params: a plain dict. Asked are those members that a call on this mesh reads.
+    Only members that a call on this mesh reads are called. params: a plain dict.
     """
     outer = outer_params(params)
     if model.counted is not None:
-        _check_each(
-            "Pipelined.counted.leaves", model.counted.leaves(params), params, "True or False", _is_bool
-        )
+        _check_flags("Pipelined.counted.leaves", model.counted.leaves(params), params)
     if model.vocabulary is not None and axis_size(mesh, "pipe") > 1:
         _check_dims("Pipelined.vocabulary.dims", model.vocabulary.dims(outer), outer)
         if (shared := model.vocabulary.shared) is not None:
-            _check_each("Pipelined.vocabulary.shared", shared(outer), outer, "True or False", _is_bool)
+            _check_flags("Pipelined.vocabulary.shared", shared(outer), outer)
     if model.tables is not None and axis_size(mesh, *SHARD_AXES) > 1:
         _check_dims("Pipelined.tables", model.tables(outer), outer)
 
@@ -49,20 +47,27 @@ def _check_dims(who: str, given: PyTree, outer: PyTree) -> None:
         is_integer = isinstance(mark, int | np.integer) and not isinstance(mark, bool)
         return is_integer and -1 <= int(mark) < len(leaf.shape)
 
-    _check_each(who, given, outer, "one of its dims, or -1", is_dim)
+    _check_each(who, given, outer, "one of its dims, or -1", "-1", is_dim)
 
 
-def _is_bool(mark: Any, _: Any) -> bool:
-    return isinstance(mark, bool | np.bool_ | int | np.integer)
+def _check_flags(who: str, given: PyTree, like: PyTree) -> None:
+    def is_flag(mark: Any, _: Any) -> bool:
+        return isinstance(mark, bool | np.bool_ | int | np.integer)
+
+    _check_each(who, given, like, "True or False", "False", is_flag)
 
 
 def _check_each(
-    who: str, given: PyTree, like: PyTree, what: str, is_right: Callable[[Any, Any], bool]
+    who: str, given: PyTree, like: PyTree, what: str, usual: str, is_right: Callable[[Any, Any], bool]
 ) -> None:
+    """Raises ValueError unless `given` is a tree like the parameters with a mark for each.
+
+    what: a mark may be, in words. usual: that of most parameters. is_right: (mark, parameter) -> whether it is one.
+    """
     if jax.tree.structure(given) != jax.tree.structure(like):
         raise Refused(
             f"{who} must give a tree like the parameters that it is given, such as jax.tree.map(lambda _: "
-            f"{what.split()[-1]}, given) with some leaves changed, got {shown(given)}"
+            f"{usual}, given) with some leaves changed, got {shown(given)}"
         )
     for (path, leaf), mark in zip(leaves_of("params", like), jax.tree.leaves(given), strict=True):
         if not is_right(mark, leaf):

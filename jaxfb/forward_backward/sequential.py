@@ -116,9 +116,8 @@ def layer_output(out: Any) -> tuple[PyTree, LossOutput]:
 
 def piece_output(out: Any) -> tuple[tuple[PyTree, PyTree], LossOutput]:
     """Returns what a layer returned of a piece, (hidden, own), with the terms and metrics that it cannot have."""
-    if not (isinstance(out, tuple) and len(out) == 2):
-        raise Refused(f"Pipelined.layer_piece must return two results, (hidden, own), got {shown(out)}")
-    hidden, own = as_hidden("layer_piece", out[0]), out[1]
+    hidden, own = two_results("Pipelined.layer_piece", out, "(hidden, own)")
+    hidden = as_hidden("layer_piece", hidden)
     rows_and_tokens = jax.tree.leaves(hidden)[0].shape[:2]
     for path, leaf in leaves_of("what layer_piece returns as `own`", own):
         if leaf.shape[:2] != rows_and_tokens or not jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -127,6 +126,13 @@ def piece_output(out: Any) -> tuple[tuple[PyTree, PyTree], LossOutput]:
                 f"own{jax.tree_util.keystr(path)} is in {leaf.dtype} and of shape {leaf.shape}"
             )
     return (hidden, own), LossOutput({})
+
+
+def two_results(who: str, out: Any, which: str) -> tuple[Any, Any]:
+    """Returns what a function of the model has returned, if that is two results; which: what they are."""
+    if isinstance(out, tuple) and len(out) == 2:
+        return out
+    raise Refused(f"{who} must return two results, {which}, got {shown(out)}")
 
 
 def as_hidden(what: str, hidden: PyTree, rows: int | None = None) -> PyTree:

@@ -16,8 +16,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 from jaxfb.platforms.compat import called, equations, is_traced
 
 CLOSED_OVER = "closed over"
-"""Among what a summand reads: a value of a surrounding `jax.jit`, or a frozen parameter, that the function closes over.
-"""
+"""Stands for traced values that are no inputs: of a surrounding `jax.jit`, or frozen parameters."""
 MOST = 64
 """Totals of more summands are taken as one."""
 _ADD = {"add", "sub", "add_any"}

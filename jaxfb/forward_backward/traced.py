@@ -99,6 +99,7 @@ class Traced:
     def with_numbers(self) -> Traced:
         """Returns the same function with random numbers in place of traced values that it closes over."""
         known = copy(self)
+        known._summands = {}
         consts = [_drawn(value) if is_traced(value) else value for value in self._program.consts]
         known._program = self._program.replace(consts=consts)
         return known

@@ -12,7 +12,6 @@ seq] unless reference-free: what `log_prob_fn` of the reference model gives for 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -30,7 +29,7 @@ from jaxfb.losses.settings import (
     check_word,
 )
 from jaxfb.parts import PREFERENCES
-from jaxfb.refusal import Refused, boolean, function
+from jaxfb.refusal import Refused, boolean, function_of
 from jaxfb.types import LossOutput, Sum
 
 
@@ -73,7 +72,7 @@ class PreferenceLoss:
         if not isinstance(self.kind, str) or ":" not in self.kind:
             check_word("preference", "kind", self.kind, PREFERENCES)
         PREFERENCES.check(self.kind, "kind")
-        _check_takes_pairs(self.kind)
+        function_of(f"kind {self.kind!r}", PREFERENCES[self.kind], "(h, settings)", who="[preference]")
         boolean("reference_free", self.reference_free, who="[preference]")
         boolean("length_normalized", self.length_normalized, who="[preference]")
         check_positive("preference", 0.1, beta=self.beta)
@@ -106,21 +105,6 @@ class PreferenceLoss:
             "reward_margin": self.beta * advantage,
         }
         return LossOutput(terms, {name: pairs.mean(lax.stop_gradient(x)) for name, x in metrics.items()})
-
-
-def _check_takes_pairs(kind: str) -> None:
-    """Refuses the name of what cannot be called with (h, settings)."""
-    loss = function(f"kind {kind!r}", PREFERENCES[kind], "(h, settings)", who="[preference]")
-    try:
-        signature = inspect.signature(loss)
-    except ValueError:  # a built-in function may not tell it
-        return
-    try:
-        signature.bind(None, None)
-    except TypeError:
-        raise Refused(
-            f"[preference] kind {kind!r} must take (h, settings), but it takes {signature}"
-        ) from None
 
 
 def sigmoid(h: jax.Array, settings: PreferenceLoss) -> jax.Array:

@@ -15,6 +15,7 @@ from jaxfb.schedules import KINDS
 from jaxfb.schedules.by_device import runs_on
 
 CHUNKS = (1, 2, 4, 5)
+"""Five for models of 80 layers. Not more: the formula is too fast for stages of one layer (docs/measurements.md)."""
 REMAT = ("none", "selective", "layer", "offload", "full")
 ONE_STAGE_REMAT = REMAT[:-1]
 ROWS = (1, 2, 4, 8, 16)

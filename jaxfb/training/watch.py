@@ -160,9 +160,8 @@ class Watch:
 
     def _run(self) -> None:
         looked = time.monotonic()
-        late = self._every * 2 + min(
-            self._every, GRACE
-        )  # less than lost_after, which is at least five times as long
+        # less than lost_after, which is at least five times as long as `_every`
+        late = self._every * 2 + min(self._every, GRACE)
         while not self._ended.wait(self._interval()):
             now = time.monotonic()
             if now - looked > late:  # suspended, with the job or with the machine

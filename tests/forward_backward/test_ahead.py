@@ -6,6 +6,7 @@ import pytest
 import toy
 from comparisons import close
 from jax.sharding import PartitionSpec as P
+from late import call
 
 import jaxfb
 from jaxfb.config import load_config
@@ -168,10 +169,9 @@ def carried_gathers(program):
 
 def scatters_of_a_pipeline(layers, **options):
     """How many reduce-scatters are written in the program of a pipeline of two stages."""
-    fb = jaxfb.get_forward_backward_func(jaxfb.make_mesh(pipe=2, fsdp=2), "1f1b", remat="layer", **options)
-    plan = jaxfb.BatchPlan(rows=toy.ROWS, data_parallel=2, num_microbatches=2)
-    params, batch = toy.params(layers=layers), toy.batch()
-    traced = jax.make_jaxpr(lambda params: fb(toy.model, params, batch, plan, KEY))(params).jaxpr
+    mesh = {"pipe": 2, "fsdp": 2}
+    fb, (model, params, *rest) = call(mesh, layers, schedule="1f1b", remat="layer", **options)
+    traced = jax.make_jaxpr(lambda params: fb(model, params, *rest))(params).jaxpr
     return sum(eqn.primitive.name == "reduce_scatter" for eqn in equations(traced))
 
 

@@ -99,7 +99,9 @@ def test_preference_settings_out_of_range_are_refused():
         PreferenceLoss("dpo")
     with pytest.raises(ValueError, match=r"must be in \[0, 0.5\)"):
         PreferenceLoss(label_smoothing=0.5)
-    with pytest.raises(ValueError, match=r"kind 'json:loads' must take \(h, settings\), but it takes \(s, "):
+    with pytest.raises(
+        ValueError, match=r"kind 'json:loads' must take \(h, settings\), but loads takes \(s, "
+    ):
         PreferenceLoss("json:loads")
     with pytest.raises(ValueError, match=r"kind 'math:pi' must be a function \(h, settings\), got 3.14"):
         PreferenceLoss("math:pi")
