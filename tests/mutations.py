@@ -1643,6 +1643,13 @@ MUTATIONS = (
         "cli/test_supervisor.py::test_it_gives_up_after_so_many_restarts_in_a_row",
     ),
     Mutation(
+        "run_of_before_continued_by_a_restart",
+        "cli/supervisor.py",
+        "begun = self._line.has_begun() or begun",
+        "begun = True",
+        "cli/test_supervisor.py::test_a_job_that_ended_before_its_run_had_begun_is_started_as_at_first",
+    ),
+    Mutation(
         "lost_process_not_noticed",
         "training/signs.py",
         "and now - since > self._lost_after",

@@ -1,7 +1,7 @@
 """Starts the processes of a job on this machine and starts them again when they are lost. No jax is imported.
 
 start -> all end -> done, refused, interrupted or given up: end likewise
-                 -> lost or crashed: wait, start again with --resume
+                 -> lost or crashed: wait, start again, with --resume once the run has begun
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from jaxfb.process.exit_codes import DONE, FAULTY, GAVE_UP, LOST, REFUSED, RESUMABLE, UNWRITTEN
+from jaxfb.process.launcher import Line
 from jaxfb.process.loopback import free_port
 from jaxfb.process.signals import ENDING, caught_here
 
@@ -24,7 +25,7 @@ STOPPING = 15.0  # seconds that the others get to notice, once one process has e
 AFTER_A_KILL = 5.0  # the same, where one was killed: the others cannot continue, and have nothing to save
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0
 
-# (index, number of processes, coordinator or None, whether this is a restart) -> command and environment
+# (index, number of processes, coordinator or None, whether the run has begun) -> command and environment
 Command = Callable[[int, int, "str | None", bool], tuple[list[str], dict[str, str]]]
 
 
@@ -54,40 +55,42 @@ class Supervisor:
         """
         self._children: list[subprocess.Popen] = []
         self._signalled: int | None = None
+        self._line = Line()
         before = {number: signal.signal(number, self._pass_on) for number in caught_here()}
         try:
             code = self._supervise()
             return code if code >= 0 else 128 - code
         finally:
+            self._line.close()
             for number, handler in before.items():
                 signal.signal(number, handler)
 
     def _supervise(self) -> int:
-        failures, restarted = 0, False
+        failures, begun = 0, False
         while True:
-            began = time.monotonic()
-            code = self._run_once(restarted)
+            started = time.monotonic()
+            code = self._run_once(begun)
             if self._signalled and -code in ENDING:  # it came before the process could catch it
                 return RESUMABLE
             if code in FINAL or self._signalled:
                 return code
-            failures = 1 if time.monotonic() - began > self.healthy else failures + 1
+            begun = self._line.has_begun() or begun
+            failures = 1 if time.monotonic() - started > self.healthy else failures + 1
             if failures > self.restarts:
                 self.report(f"jaxfb: [launch] {_ending(code)} {failures} times in a row; giving up")
                 return code
             wait = min(LONGEST_WAIT, FIRST_WAIT * 2 ** (failures - 1))
             self.report(
-                f"jaxfb: [launch] the job was {_ending(code)}; starting again with --resume in {wait:g} s "
+                f"jaxfb: [launch] the job was {_ending(code)}; starting again{' with --resume' * begun} in {wait:g} s "
                 f"(restart {failures} of {self.restarts})"
             )
             self._sleep(wait)
             if self._signalled:
                 return RESUMABLE
-            restarted = True
 
-    def _run_once(self, restarted: bool) -> int:
+    def _run_once(self, begun: bool) -> int:
         try:
-            self._start_all(restarted)
+            self._start_all(begun)
             return self._wait()
         except OSError as error:  # such as too many processes
             started = f"process {len(self._children)} of {self.processes}"
@@ -96,11 +99,12 @@ class Supervisor:
         finally:
             self._end_all()
 
-    def _start_all(self, restarted: bool) -> None:
+    def _start_all(self, begun: bool) -> None:
         coordinator = f"127.0.0.1:{free_port()}" if self.processes > 1 else None
         for index in range(self.processes):
-            line, environment = self.command(index, self.processes, coordinator, restarted)
-            child = subprocess.Popen(line, env={**os.environ, **environment})
+            line, environment = self.command(index, self.processes, coordinator, begun)
+            environment = {**os.environ, **environment, **self._line.environment}
+            child = subprocess.Popen(line, env=environment, pass_fds=self._line.passed)
             self._children.append(child)
             if self._signalled:  # while it was being started, so that it was not passed on to it
                 child.send_signal(self._signalled)
@@ -137,13 +141,13 @@ class Supervisor:
 
 
 def job_command(arguments: Sequence[str], python: str = sys.executable) -> Command:
-    """Returns the commands of a `jaxfb` job, such as ["train", "config.yaml"]; restarts get --resume."""
+    """Returns the commands of a `jaxfb` job, such as ["train", "config.yaml"]; --resume is added once it has begun.
 
-    def command(index: int, processes: int, coordinator: str | None, restarted: bool):
-        line = [python, "-m", "jaxfb.cli", *arguments]
-        if restarted:
-            line = [word for word in line if word != "--fresh"]
-            line += [] if "--resume" in line else ["--resume"]
+    Before, what lies in its directory may be another run, which is not to be continued.
+    """
+
+    def command(index: int, processes: int, coordinator: str | None, begun: bool):
+        line = [python, "-m", "jaxfb.cli", *(_continuing(arguments) if begun else arguments)]
         if coordinator is None:
             return line, {}
         return line, {
@@ -153,6 +157,19 @@ def job_command(arguments: Sequence[str], python: str = sys.executable) -> Comma
         }
 
     return command
+
+
+def _continuing(arguments: Sequence[str]) -> list[str]:
+    """Returns the arguments that continue a run; one of --smoke begins anew, since its directory is gone."""
+    line = [word for word in arguments if not _is_short_for("--fresh", word)]
+    if any(_is_short_for(flag, word) for word in line for flag in ("--resume", "--smoke")):
+        return line
+    return [*line, "--resume"]
+
+
+def _is_short_for(flag: str, word: str) -> bool:
+    """Returns whether the command line takes the word for the flag, as it does with the first letters."""
+    return len(word) > 2 and flag.startswith(word)
 
 
 def _of_all(codes: Sequence[int]) -> int:

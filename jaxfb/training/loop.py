@@ -21,6 +21,7 @@ from jaxfb.display import print_table
 from jaxfb.metrics import Pending
 from jaxfb.platforms.runtime_errors import as_runtime_errors
 from jaxfb.process.fault_points import reach
+from jaxfb.process.launcher import tell_begun
 from jaxfb.process.os_errors import FULL
 from jaxfb.process.position import here
 from jaxfb.refusal import Refused, boolean
@@ -118,6 +119,7 @@ def _run(
         interrupt.limit(config.run.minutes, config.run.stop_at)
         with Undo(directory, lock) as undo, Run(work, directory, hosts.say) as run_:
             hosts.first(lambda: undo.begin(start.fresh))
+            tell_begun()
             hosts.advise(lambda: after_a_loss(directory, run_.newest_saved))
             try:
                 with as_runtime_errors():

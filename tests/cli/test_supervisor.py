@@ -10,18 +10,23 @@ import time
 
 import pytest
 
+from jaxfb.cli.options import parse
 from jaxfb.cli.supervisor import Supervisor, job_command
 
-# a process that ends with the codes of a file, one a start: "0", "76", "-9" (kills itself), "sleep"
+# a process that ends with the codes of a file, one a start: "0", "76", "-9" (kills itself), "sleep"; before its run
+# has begun where it is "early:76"
 CHILD = """
 import os, pathlib, signal, sys, time
+from jaxfb.process.launcher import tell_begun
 directory, index = pathlib.Path(sys.argv[1]), sys.argv[2]
 plan = (directory / f"plan{index}").read_text().split()
 log = directory / f"log{index}"
 start = len(log.read_text().splitlines()) if log.exists() else 0
 with log.open("a") as file:
     file.write(" ".join(sys.argv[3:]) + os.linesep)
-word = plan[start]
+early, _, word = plan[start].rpartition(":")
+if not early:
+    tell_begun()
 if word == "sleep":
     signal.signal(signal.SIGTERM, lambda *_: os._exit(75))
     (directory / f"asleep{index}").touch()
@@ -75,6 +80,17 @@ def test_it_gives_up_after_so_many_restarts_in_a_row(job):
 def test_a_start_that_ran_long_enough_counts_restarts_from_zero(job):
     code, said, starts = job("76 76 76 76 0", restarts=1, healthy=0.0)
     assert code == 0 and len(starts) == 5
+
+
+def test_a_job_that_ended_before_its_run_had_begun_is_started_as_at_first(job):
+    """With --resume instead of --fresh it continued the run that was to be moved aside, or found it finished."""
+    code, said, starts = job("early:-9 early:76 -9 0")
+    assert code == 0 and starts == ["", "", "", "--resume"]
+    assert ["--resume" in text for text in said] == [False, False, True]
+
+
+def test_a_run_that_one_process_has_begun_is_continued_whatever_ends_the_next_starts(job):
+    assert job("early:76 early:76 0", "76 early:76 0")[2] == ["", "--resume", "--resume"]
 
 
 def test_one_lost_process_ends_and_restarts_all(job, tmp_path):
@@ -159,3 +175,68 @@ def test_a_restart_resumes_and_does_not_begin_afresh():
         ["python", "-m", "jaxfb.cli", "train", "config.yaml", "--resume"],
         {},
     )
+
+
+@pytest.mark.parametrize(
+    "given, continued",
+    [("--fre", "--resume"), ("--res", "--res"), ("--smoke", "--smoke"), ("--sm", "--sm")],
+)
+def test_a_restart_is_accepted_by_the_command_whatever_short_forms_it_was_given(given, continued):
+    """`--fre --resume` was refused, and so was `--smoke --resume`, whose run cannot be continued."""
+    line, _ = job_command(["train", "quickstart", given])(0, 1, None, True)
+    assert line[3:] == ["train", "quickstart", continued]
+    parse(line[3:])
+
+
+LAUNCHER = """
+import sys
+from jaxfb.cli.options import parse
+from jaxfb.cli.supervisor import Supervisor
+line = [sys.executable, "-c", *sys.argv[1:]]
+Supervisor(lambda index, *_: ([*line, str(index)], {}), 2).run()
+"""
+FOLLOWER = """
+import pathlib, signal, sys, time
+from jaxfb.process.launcher import follow
+place = pathlib.Path(sys.argv[1]) / sys.argv[2]
+def end(number, frame):
+    place.write_text(signal.Signals(number).name)
+    sys.exit()
+for number in (signal.SIGTERM, signal.SIGHUP):
+    if signal.getsignal(number) != signal.SIG_IGN:
+        signal.signal(number, end)
+follow()
+place.touch()
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    "before, name", [("", "SIGHUP"), ("trap '' HUP; ", "SIGTERM")], ids=["shell", "nohup"]
+)
+def test_the_processes_of_a_launcher_that_is_killed_end_as_at_a_closed_terminal(tmp_path, before, name):
+    """They ran on, watched by nobody, and kept the directory locked for the job that was started instead."""
+    command = [
+        "sh",
+        "-c",
+        f'{before}exec "$@"',
+        "sh",
+        sys.executable,
+        "-c",
+        LAUNCHER,
+        FOLLOWER,
+        str(tmp_path),
+    ]
+    launcher = subprocess.Popen(command)
+    places = [tmp_path / index for index in "01"]
+    _until(lambda: all(place.exists() for place in places))
+    launcher.kill()
+    launcher.wait()
+    _until(lambda: all(place.read_text() == name for place in places))
+
+
+def _until(there, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not there():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -20,9 +20,10 @@ from jaxfb import trainer
 from jaxfb.callbacks import callback
 from jaxfb.checkpoint.store import CheckpointStore
 from jaxfb.cli.commands import main
-from jaxfb.config import load_config
+from jaxfb.config import ConfigError, load_config
 from jaxfb.metrics import read_jsonl
 from jaxfb.planner import host_fit
+from jaxfb.process.launcher import Line
 from jaxfb.training.ending import where_it_lies
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.run_lock import RunLock
@@ -308,6 +309,29 @@ def test_fresh_moves_runs_and_nothing_else(stopped, tmp_path, capsys):
     assert {name: content for name, (_, content) in files(tmp_path / "run.old1").items()} == {
         name: content for name, (_, content) in before.items()
     }
+
+
+def test_a_launcher_hears_that_a_run_has_begun_once_the_older_one_is_aside(stopped, capsys, monkeypatch):
+    """Its next start continues what lies in the directory."""
+    line, moved = Line(), RunDirectory.move_aside
+    for name, value in line.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("jaxfb.cli.training.follow", lambda: None)
+    refused(capsys, stopped)
+    told = [line.has_begun()]
+
+    def move(directory):
+        told.append(line.has_begun())
+        return moved(directory)
+
+    def start(loop, how):
+        told.append(line.has_begun())
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(RunDirectory, "move_aside", move)
+    monkeypatch.setattr("jaxfb.training.loop._Loop.start", start)
+    refused(capsys, stopped, "--fresh")
+    assert told == [False, False, True]
 
 
 def test_files_of_others_are_not_overwritten(stopped, tmp_path, capsys):

@@ -1,0 +1,74 @@
+"""Connects the processes of a job with the `jaxfb launch` that started them, which may end before they do.
+
+A process tells when its run has begun: only then another start may continue what lies in its directory. The launcher
+tells nothing; that its end of the line closes is how a process notices that it is gone, kill -9 included.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from jaxfb.process.signals import HANGUP, caught_here
+
+VARIABLE = "JAXFB_LAUNCHER"
+"""Of the environment: the number of the file descriptor at which the launcher can be reached."""
+
+
+class Line:
+    """The launcher's end. Whoever starts a process passes it `environment` and the file descriptors `passed`."""
+
+    def __init__(self):
+        self._end, self._others_end = socket.socketpair()
+        self._end.setblocking(False)
+        self.passed = (self._others_end.fileno(),)
+        self.environment = {VARIABLE: str(self.passed[0])}
+
+    def has_begun(self) -> bool:
+        """Returns whether a process has told that the run has begun, since the last call."""
+        with contextlib.suppress(BlockingIOError):
+            return bool(self._end.recv(4096))
+        return False
+
+    def close(self) -> None:
+        """Gives both ends up."""
+        self._end.close()
+        self._others_end.close()
+
+
+def tell_begun() -> None:
+    """Tells the launcher, if there is one, that the run has begun: what lies in its directory is now its own."""
+    if (line := _line()) is not None:
+        with contextlib.suppress(OSError):
+            os.write(line, b"\0")
+
+
+def follow() -> None:
+    """Ends this process as a closed terminal does, once the launcher that started it is gone; nothing without one."""
+    if (line := _line()) is not None:
+        threading.Thread(target=_wait, args=(line, _hang_up), name="jaxfb launcher", daemon=True).start()
+
+
+def _line() -> int | None:
+    """Returns the process's end of the line; None where nobody has launched it."""
+    text = os.environ.get(VARIABLE, "")
+    return int(text) if text.isdecimal() else None
+
+
+def _wait(line: int, then: Callable[[], Any]) -> None:
+    with contextlib.suppress(OSError):  # no such file: it was not passed on to this process
+        while os.read(line, 1):
+            pass
+        then()
+
+
+def _hang_up() -> None:
+    with contextlib.suppress(OSError):
+        print("jaxfb: [launch] the launcher is gone; this process ends as well", file=sys.stderr, flush=True)
+    os.kill(os.getpid(), HANGUP if HANGUP in caught_here() else signal.SIGTERM)
