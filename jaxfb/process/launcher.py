@@ -1,7 +1,7 @@
 """Connects the processes of a job with the `jaxfb launch` that started them, which may end before they do.
 
-A process tells when its run has begun: only then another start may continue what lies in its directory. The launcher
-tells nothing; that its end of the line closes is how a process notices that it is gone, kill -9 included.
+A process reports that its run has begun: only then another start may continue what lies in its directory. The launcher
+writes nothing; that its end of the line closes is how a process notices that it is gone, kill -9 included.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Line:
         self.environment = {VARIABLE: str(self.passed[0])}
 
     def has_begun(self) -> bool:
-        """Returns whether a process has told that the run has begun, since the last call."""
+        """Returns whether a process has reported since the last call that the run has begun."""
         with contextlib.suppress(BlockingIOError):
             return bool(self._end.recv(4096))
         return False
@@ -43,7 +43,7 @@ class Line:
 
 
 def tell_begun() -> None:
-    """Tells the launcher, if there is one, that the run has begun: what lies in its directory is now its own."""
+    """Reports to the launcher, if there is one, that the run has begun: what lies in its directory is now its own."""
     if (line := _line()) is not None:
         with contextlib.suppress(OSError):
             os.write(line, b"\0")
