@@ -1608,6 +1608,20 @@ MUTATIONS = (
         "parallel/test_totals.py::test_a_checksum_is_the_same_on_the_host_on_one_device_and_on_any_mesh",
     ),
     Mutation(
+        "run_goes_on_in_the_directory_of_another",
+        "training/session.py",
+        "return self._place is not None and self._place.is_left()",
+        "return False",
+        "training/test_run_dir.py::test_a_run_whose_place_another_run_takes_leaves_that_alone",
+    ),
+    Mutation(
+        "step_under_the_name_of_another",
+        "checkpoint/saved_steps.py",
+        'if (saved := record.get("step", step)) != step:',
+        'if (saved := record.get("step", step)) is None:',
+        "checkpoint/test_checkpoint.py::test_a_step_under_the_name_of_another_is_no_step",
+    ),
+    Mutation(
         "second_run_in_a_directory",
         "training/run_lock.py",
         "if error.errno in TAKEN:",

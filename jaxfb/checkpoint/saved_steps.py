@@ -119,6 +119,8 @@ class SavedSteps:
             raise StorageError(f"{path} contains no jaxfb checkpoint of format {FORMAT}")
         if record["format"] == FORMAT and record != sealed(record):
             raise StorageError(f"the record of {path} is not the one that was written")
+        if (saved := record.get("step", step)) != step:  # older records have none
+            raise StorageError(f"step {step} is a copy of step {saved}")
         return record
 
     def _is_complete(self, step: int) -> bool:

@@ -99,7 +99,7 @@ class CheckpointStore(SavedSteps):
         instance("host", host, Mapping, "a dict of values that JSON has", who=WHO)
         check_writable(state, named_leaves(state))
         leaves = named_leaves(as_saved(state))
-        content = {"format": FORMAT, "leaves": shapes_of(leaves), "host": as_json(host)}
+        content = {"format": FORMAT, "step": step, "leaves": shapes_of(leaves), "host": as_json(host)}
         writer = self._writer_for(step)
         reach("save")
         write_errors.forget(self.directory)

@@ -158,6 +158,7 @@ class _Loop:
         hosts.first(lambda: run_.directory.create(run_.config, plan, tokenizer, run_.done))
         hosts.first(lambda: self._work.write_start(run_.directory))
         _check_shared(hosts, run_.directory)
+        run_.settle()
         run_.open_local()
         if hosts.is_first:
             for title, rows in self._work.tables():

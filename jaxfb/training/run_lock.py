@@ -78,7 +78,8 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
         if file is not None:
             # removed while it is locked: whoever opened it before finds out that it is gone, see `_locked`
             with contextlib.suppress(OSError):
-                self.path.unlink()
+                if self._is_current(file):  # not that of a run that lies here now
+                    self.path.unlink()
             os.close(file)
         self._unmake()
 

@@ -23,7 +23,7 @@ from jaxfb.training.changes import changes_between, check_changes, listing
 from jaxfb.training.goodput import Goodput
 from jaxfb.training.guard import NonFiniteAbort, listed, unsound_leaves
 from jaxfb.training.local_tier import LocalTier
-from jaxfb.training.run_dir import RunDirectory
+from jaxfb.training.run_dir import Place, RunDirectory
 
 if TYPE_CHECKING:
     from jaxfb.training.work import Work
@@ -99,6 +99,7 @@ class Run(AbstractContextManager["Run"]):
         self.kept: dict[str, Any] = {}
         self.unwritten: list[dict[str, Any]] = []
         self._local: LocalTier | None = None
+        self._place: Place | None = None
         self._saved: int | None = None
         self._noted = False  # in the run directory, that there are checkpoints
         self._evaluated_at: int | None = None
@@ -209,6 +210,28 @@ class Run(AbstractContextManager["Run"]):
             return None
         self.say(f"update {update} is read from the hosts' own disks")
         return state, record
+
+    def settle(self) -> None:
+        """Notes which directory is the run's: what lies at its path later may be another run."""
+        self._place = Place(self.directory.path)
+
+    def check_place(self) -> None:
+        """Checks that what lies at the run's path is still its own directory.
+
+        Raises:
+          CannotWrite: it was moved away or removed, even if another run lies there now.
+        """
+        if self._is_displaced():
+            raise self._displaced()
+
+    def _is_displaced(self) -> bool:
+        return self._place is not None and self._place.is_left()
+
+    def _displaced(self) -> CannotWrite:
+        return CannotWrite(
+            f"[run] dir={self.directory.path} was removed or replaced while the run was in progress; nothing more "
+            "is written to it; put it back, or start again in another run.dir"
+        )
 
     def open_local(self) -> None:
         """Begins with local checkpoints, where the config asks for them; a new run forgets older ones."""
@@ -322,11 +345,9 @@ class Run(AbstractContextManager["Run"]):
         """
         if self.is_saved:
             return False
+        self.check_place()
         if not self.directory.is_run():
-            raise CannotWrite(
-                f"[run] dir={self.directory.path} was removed or replaced while the run was in progress; nothing more "
-                "is written to it; put it back, or start again in another run.dir"
-            )
+            raise self._displaced()
         with self.phases("saving"):
             self._store.save(self.done, self._sound_state(), self.record(self.done))
         self._saved = self.done
@@ -346,7 +367,8 @@ class Run(AbstractContextManager["Run"]):
 
     def note_saved(self) -> None:
         """Notes in the run directory that it has checkpoints, as soon as the first one is complete."""
-        if self._saved is not None and not self._noted and jax.process_index() == 0:
+        is_to_note = self._saved is not None and not self._noted and jax.process_index() == 0
+        if is_to_note and not self._is_displaced():
             self._noted = self.directory.note_saved()
 
     @property
@@ -358,6 +380,8 @@ class Run(AbstractContextManager["Run"]):
         self.work.close()
         if self._local is not None:
             self._local.wait()
+        if self._place is not None:
+            self._place.close()
         self._store.close()
 
     def remove_local(self) -> None:

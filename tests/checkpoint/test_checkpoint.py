@@ -338,6 +338,23 @@ def test_a_flipped_bit_is_found_and_the_step_before_is_restored(tmp_path):
         CheckpointStore(tmp_path / "c").restore(make_state(mesh_of(data=2)), step=20)
 
 
+def test_a_step_under_the_name_of_another_is_no_step(tmp_path):
+    """The run continued from the older step, and could not save what it then computed."""
+    state = make_state(mesh_of(data=1))
+    with CheckpointStore(tmp_path / "c") as store:
+        store.save(10, state, {"rows": 80})
+        store.save(20, state, {"rows": 160})
+    for copied in (20, 999):
+        shutil.rmtree(tmp_path / "c" / str(copied), ignore_errors=True)
+        shutil.copytree(tmp_path / "c" / "10", tmp_path / "c" / str(copied))
+    with CheckpointStore(tmp_path / "c") as store:
+        assert store.steps() == [10] and store.restore(state)[1] == {"rows": 80}
+        with pytest.raises(OSError, match="step 999 is a copy of step 10"):
+            store.restore(state, step=999)
+        store.save(20, state, {"rows": 160})
+    assert CheckpointStore(tmp_path / "c").steps() == [10, 20]
+
+
 def test_a_changed_record_is_no_record(tmp_path):
     state = make_state(mesh_of(data=1))
     with CheckpointStore(tmp_path / "c") as store:

@@ -18,7 +18,7 @@ from tiny import write_tiny
 
 from jaxfb import trainer
 from jaxfb.callbacks import callback
-from jaxfb.checkpoint.store import CheckpointStore
+from jaxfb.checkpoint.store import CannotWrite, CheckpointStore
 from jaxfb.cli.commands import main
 from jaxfb.config import ConfigError, load_config
 from jaxfb.metrics import read_jsonl
@@ -228,6 +228,23 @@ def test_a_moved_run_goes_on_where_it_lies(template, stopped, capsys):
     assert files(template.parent / "run") == before
     assert main(["train", str(stopped)]) == 0  # finished, and known to be by its new name
     assert f"{stopped} is finished: 4 updates" in capsys.readouterr().out
+
+
+def test_a_run_whose_place_another_run_takes_leaves_that_alone(template, stopped, tmp_path):
+    """It went on in the other's directory: its records, its checkpoints and its summary were mixed with the other's."""
+    other = Path(shutil.copytree(template.parent / "run", tmp_path / "other"))
+    (other / ".lock").write_text("of a run that is in progress there")
+    before = files(other)
+
+    def replace(step):
+        if step > 3:
+            return
+        stopped.rename(tmp_path / "away")
+        other.rename(stopped)
+
+    with pytest.raises(CannotWrite, match="was removed or replaced while the run was in progress"):
+        trainer.train(load_config(stopped), resume=True, callbacks=[callback(on_step_start=replace)])
+    assert files(stopped) == before
 
 
 def test_one_run_writes_at_a_time(stopped, tmp_path, capsys):
