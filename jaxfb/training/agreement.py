@@ -20,15 +20,21 @@ from jaxfb.refusal import Refused
 from jaxfb.training.setup import Setup
 
 PACKAGES = ("jaxfb", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+FLAGS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+)
+"""Settings of jax that decide the bits; the environment may set them on one host alone."""
 SHOWN = 6
 ABSENT = "(absent)"
 
 
 def what_runs(config: Config, **more: Any) -> dict[str, Any]:
-    """Returns every key of the config, versions of Python and the packages, and the code of jaxfb itself."""
+    """Returns every key of the config, versions of Python and the packages, jaxfb's own code, and settings of jax."""
     keys = {name: value for name, value in table(config) if not name.startswith("hosts.")}
-    names = ("jax_enable_x64", "jax_default_matmul_precision")
-    flags = {name: getattr(jax.config, name) for name in names}
+    flags = {name: getattr(jax.config, name) for name in FLAGS}
     return {**keys, **package_versions(), "jaxfb's source": source_fingerprint(), **flags, **more}
 
 

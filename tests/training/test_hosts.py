@@ -142,6 +142,20 @@ def test_where_a_job_runs_is_no_difference(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "name, value", [("jax_default_prng_impl", "rbg"), ("jax_threefry_partitionable", False)]
+)
+def test_processes_with_another_setting_of_random_numbers_differ(tmp_path, name, value):
+    """Cut over the processes, such parameters were trained on, and their first checkpoint could not be written."""
+    config, before = load_config(write_tiny(tmp_path)), getattr(jax.config, name)
+    usual = what_runs(config)
+    jax.config.update(name, value)
+    try:
+        assert {key for key, one in what_runs(config).items() if one != usual[key]} == {name}
+    finally:
+        jax.config.update(name, before)
+
+
+@pytest.mark.parametrize(
     ("mesh", "of_each"),
     [
         ({"data": 2, "fsdp": 4}, [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]]),
