@@ -1636,6 +1636,13 @@ MUTATIONS = (
         "training/test_signal_phases.py::test_a_signal_saves_after_the_update_in_progress_and_a_second_one_ends_at_once",
     ),
     Mutation(
+        "half_built_programs_freed",
+        "training/loop.py",
+        "            keep_for_good(stopped)\n",
+        "",
+        "training/test_signals.py::test_what_a_signal_interrupts_in_start_up_is_not_freed",
+    ),
+    Mutation(
         "signal_in_start_up_waits",
         "training/interrupt.py",
         "                raise Stopped(name)",

@@ -6,6 +6,7 @@ In start-up, where there is nothing to save, a signal ends the run there and the
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import sys
@@ -34,6 +35,11 @@ class Stopped(BaseException):
     """
 
     newest: Callable[[], int | None] | None = None
+
+
+def keep_for_good(stopped: Stopped) -> None:
+    """Keeps all that the interrupted calls were working on: to free a program that jax has half built is a SIGSEGV."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(stopped))
 
 
 class Interrupt:

@@ -34,7 +34,7 @@ from jaxfb.training.ending import after_failures, after_fault
 from jaxfb.training.guard import DeviceFault, GuardAbort, NonFiniteAbort
 from jaxfb.training.guards import Guards, Spike
 from jaxfb.training.hosts import Hosts, RefusedByAll
-from jaxfb.training.interrupt import Interrupt, Stopped, stopped_early
+from jaxfb.training.interrupt import Interrupt, Stopped, keep_for_good, stopped_early
 from jaxfb.training.log import Log
 from jaxfb.training.open_mesh import with_mesh
 from jaxfb.training.origins import origins
@@ -89,6 +89,7 @@ def run(make_work: MakeWork, config: Any, start: Start, callbacks: Iterable[Call
         try:
             return _run(make_work, config, start, hooks, directory, interrupt)
         except Stopped as stopped:
+            keep_for_good(stopped)
             newest = stopped.newest() if stopped.newest else directory.newest_update()
             print(f"{stopped_early(str(stopped))}; {after_a_loss(directory, newest)}", flush=True)
             return Result("interrupted", directory.path, newest or 0, {})

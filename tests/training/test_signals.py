@@ -1,11 +1,13 @@
 """Signals in every phase: start-up, training, and while a process of the job is stopped."""
 
+import gc
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+import weakref
 
 import pytest
 from processes import ROOT, finish, logs, start, wait_for
@@ -15,7 +17,7 @@ import jaxfb
 from jaxfb.callbacks import callback
 from jaxfb.cli import training
 from jaxfb.config import load_config
-from jaxfb.training import interrupt
+from jaxfb.training import interrupt, loop
 from jaxfb.training.interrupt import Interrupt, Stopped
 
 FIRST_LINE = """
@@ -38,6 +40,20 @@ def test_a_signal_before_there_is_anything_to_save_ends_the_run_there(tmp_path, 
     assert (result.status, result.updates) == ("interrupted", 0)
     assert f"{number.name} in start-up: nothing was trained" in capsys.readouterr().out
     assert [signal.getsignal(each) for each in Interrupt.SIGNALS] == before
+
+
+def test_what_a_signal_interrupts_in_start_up_is_not_freed(tmp_path):
+    """The process crashed (SIGSEGV) where that was a program that jax had half built."""
+    kept = []
+
+    def make_work(config, hosts):
+        half_built = Interrupt()  # any object
+        kept.append(weakref.ref(half_built))
+        raise Stopped("SIGTERM")
+
+    assert loop.run(make_work, load_config(write_tiny(tmp_path)), loop.Start()).status == "interrupted"
+    gc.collect()
+    assert kept[0]() is not None
 
 
 def test_a_signal_before_jax_is_imported_ends_the_command(tmp_path):
