@@ -295,14 +295,14 @@ class CheckpointStore(SavedSteps):
         return record, {name: loaded[name] for name in wanted}
 
     def _cannot_write(self, step: int | None, error: BaseException) -> CannotWrite:
-        try:
-            have = ", ".join(map(str, self.steps())) or "none"
-        except OSError:  # such as too many open files, which is the reason as well
-            have = "not known"
-        reason = _root_of(error)
-        return CannotWrite(
-            f"[checkpoint] step {step} could not be written to {self.directory}: {reason}; complete steps: {have}"
-        )
+        steps, have = [], "not known"
+        with contextlib.suppress(OSError):  # such as too many open files, which is the reason as well
+            steps = self.steps()
+            have = ", ".join(map(str, steps)) or "none"
+        what = f"step {step} could not be written to {self.directory}"
+        if step in steps:
+            what = f"step {step} is complete in {self.directory}, but not what follows, such as to remove an older one"
+        return CannotWrite(f"[checkpoint] {what}: {_root_of(error)}; complete steps: {have}")
 
 
 def _begun_save(

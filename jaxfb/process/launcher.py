@@ -71,4 +71,4 @@ def _wait(line: int, then: Callable[[], Any]) -> None:
 def _hang_up() -> None:
     with contextlib.suppress(OSError):
         print("jaxfb: [launch] the launcher is gone; this process ends as well", file=sys.stderr, flush=True)
-    os.kill(os.getpid(), HANGUP if HANGUP in caught_here() else signal.SIGTERM)
+    os.kill(os.getpid(), next((number for number in caught_here() if number == HANGUP), signal.SIGTERM))
