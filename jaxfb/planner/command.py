@@ -66,18 +66,22 @@ def search(name: str, config: Config, topology: Topology, compiles: bool, layout
     except KeyboardInterrupt:
         if latest:
             print("\n".join(filter(None, (table(latest), compared(latest)))))
-        say(
-            f"[plan] stopped; the results so far are in {directory}, and the same command continues from them"
-        )
+            what = f"the results so far are in {directory}, and the same command continues from them"
+        else:
+            what = "no layout is known yet, and nothing is written"
+        say(f"[plan] stopped; {what}")
         raise
     print("\n".join(filter(None, (table(found), compared(found)))))
-    print("\n" + page(f"{name}, best layout", found[0].verdict))
+    fits = found[0].verdict.fits is not False
+    print("\n" + page(f"{name}, {'best' if fits else 'smallest'} layout", found[0].verdict))
     _print_prices(found[0].config, topology)
     for path in write(found, directory) + draw(found, directory):
         print(f"wrote {path}")
-    if found[0].verdict.fits is not False:
-        print(f"train with this layout: jaxfb train {shlex.quote(str(directory / 'plan.yaml'))}")
-    return FAILED if found[0].verdict.fits is False else DONE
+    if not fits:
+        print(would_fit(found[0].config, found[0].verdict))
+        return FAILED
+    print(f"train with this layout: jaxfb train {shlex.quote(str(directory / 'plan.yaml'))}")
+    return DONE
 
 
 def laid_out(config: Config | PostTrainingConfig, topology: Topology) -> Any:

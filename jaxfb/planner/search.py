@@ -12,6 +12,7 @@ from pathlib import Path
 
 from jaxfb.config import Config
 from jaxfb.config.show import save_yaml
+from jaxfb.display import number_of
 from jaxfb.models.config import TransformerConfig
 from jaxfb.planner import gpu
 from jaxfb.planner.candidates import NOTHING, Fixed, candidates, label
@@ -43,8 +44,15 @@ class Found:
 
     @property
     def rank(self) -> tuple[bool, bool, float]:
-        """Returns the candidates that fit first, then by whether the compiler answered, then by time."""
-        return not self.verdict.fits, self.verdict.compiled is None, self.verdict.step_seconds
+        """Returns the candidates that fit first, then by whether the compiler answered, then by time; those that do not
+        fit by memory.
+        """
+        verdict = self.verdict
+        return (
+            not verdict.fits,
+            verdict.compiled is None,
+            verdict.step_seconds if verdict.fits else verdict.needed,
+        )
 
 
 def search(
@@ -81,14 +89,19 @@ def search(
         check_compiler(topology)
     known = known or Known()
     given = _given(config, topology, known, say)
-    sizes = model_sizes(config)
-    fastest = picked(by_formula(config, sizes, topology, NOTHING), sizes, topology, layouts, say)
+    sizes, opened = model_sizes(config), given[0].config if given else _on_one_part(config)
+    fastest = picked(by_formula(opened, sizes, topology, NOTHING), sizes, topology, layouts, say)
     others = [one for one in fastest if one not in [own.config for own in given]]
     found = _ranked(given + _taken(others, topology, known, say))
     keep(found)
     if not compiled or not compiles_here(found[0].config, topology, say):
         return found
     return _compiled(found, compiled, known, say, keep)
+
+
+def _on_one_part(config: Config) -> Config:
+    """Returns the config with sequences that are not cut where its context axis is left open."""
+    return replace(config, mesh=replace(config.mesh, context=max(1, config.mesh.context)))
 
 
 def write(found: list[Found], directory: Path) -> list[Path]:
@@ -137,11 +150,14 @@ def _in_column(seconds: float) -> str:
 
 
 def compared(found: list[Found]) -> str:
-    """Returns a sentence on the best layout beside the given one; empty where that cannot be on the topology.
+    """Returns a sentence on the best layout beside the given one, or that none fits; empty where the given one cannot
+    be on the topology.
 
     Both times are the compiler's, or the formula's while none but the given layout is compiled.
     """
     given = next((one for one in found if one.given), None)
+    if not any(one.verdict.fits for one in found):
+        return "none of these layouts fits; the smallest is first"
     if given is None:
         return ""
     if not given.verdict.fits:
@@ -283,18 +299,34 @@ def by_formula(
     found = candidates(config, sizes, topology.num_devices, fixed)
     counted = [(estimate(one, sizes, topology), one) for one in found if _can_be(one, topology, fixed)]
     if not counted:
-        devices = topology.num_devices
-        asked = {"schedule": fixed.schedule, "chunks": fixed.chunks}
-        if given := " and ".join(f"{key}={value}" for key, value in asked.items() if value is not None):
-            raise Refused(
-                f"[plan] no pipeline on {devices} device{'s'[: devices - 1]} runs {sizes.num_layers} layers and "
-                f"{config.batch.rows} rows by {given}; leave out {given}"
-            )
-        raise Refused(
-            f"[plan] no mesh of {devices} devices divides {config.batch.rows} rows and {sizes.num_layers} layers; "
-            f"use batch.rows={devices * -(-config.batch.rows // devices)}"
-        )
+        raise _no_layout(config, sizes, topology.num_devices, fixed)
     return counted
+
+
+def _no_layout(config: Config, sizes: TransformerConfig, devices: int, fixed: Fixed) -> Refused:
+    """Returns why no layout of a config is legal on so many devices, and what would be."""
+    on, rows = number_of(devices, "device"), config.batch.rows
+    if devices % config.mesh.context:
+        nearest = max(size for size in range(1, config.mesh.context) if devices % size == 0)
+        return Refused(
+            f"[plan] mesh.context={config.mesh.context} does not divide {on}; use mesh.context={nearest}"
+        )
+    asked = {"schedule": fixed.schedule, "chunks": fixed.chunks}
+    if given := " and ".join(f"{key}={value}" for key, value in asked.items() if value is not None):
+        return Refused(
+            f"[plan] no pipeline on {on} runs {sizes.num_layers} layers and {rows} rows by {given}; "
+            f"leave out {given}"
+        )
+    cut, parts = "", 1
+    if fixed.microbatches is not None:
+        cut, parts = f" in {number_of(fixed.microbatches, 'microbatch', 'microbatches')}", fixed.microbatches
+    elif fixed.rows is not None:
+        cut, parts = f" in microbatches of {number_of(fixed.rows, 'row')}", fixed.rows
+    unit = devices * parts
+    return Refused(
+        f"[plan] no mesh of {on} divides {rows} rows{cut} and {sizes.num_layers} layers; "
+        f"use batch.rows={unit * -(-rows // unit)}"
+    )
 
 
 def _filled(

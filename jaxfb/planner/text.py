@@ -159,9 +159,9 @@ def _speed(verdict: Verdict) -> Iterator[str]:
     )
     if not isinstance(verdict.compiled, Compiled):
         hidden = verdict.exposed_seconds < verdict.estimate.wire_seconds
-        yield "  estimated by formula: products take the chip's peak rate, communication is " + (
-            "hidden as far as in compiled programs of real size" if hidden else "never hidden"
-        )
+        how = "hidden as far as in compiled programs of real size" if hidden else "never hidden"
+        of_wire = f", communication is {how}" if verdict.estimate.wire_seconds else ""
+        yield f"  estimated by formula: products take the chip's peak rate{of_wire}"
     yield f"  source: {chip.source}"
 
 

@@ -15,7 +15,7 @@ from processes import PATIENCE
 from jaxfb.cli.commands import main
 from jaxfb.config import load_config
 from jaxfb.planner import parse_topology
-from jaxfb.planner.candidates import NOTHING, label
+from jaxfb.planner.candidates import NOTHING, Fixed, label
 from jaxfb.planner.compiled import Compiled, TooLarge
 from jaxfb.planner.formula import estimate
 from jaxfb.planner.job import model_sizes
@@ -87,6 +87,62 @@ def test_a_stopped_search_keeps_what_it_found_and_goes_on_from_there(compiler, t
     first, stopped, again, *more = compiler.asked
     assert stopped == again != first and first not in more
     assert len(answered(tmp_path)) == 2 + len(more)
+
+
+@pytest.mark.usefixtures("ctrl_c", "compiler")
+def test_a_search_stopped_before_it_knows_a_layout_promises_no_results(monkeypatch, tmp_path, capsys):
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jaxfb.planner.search.by_formula", stopped)
+    assert run(tmp_path / "plan") == 130
+    assert "no layout is known yet, and nothing is written" in capsys.readouterr().err
+    assert not (tmp_path / "plan").exists()
+
+
+def test_where_nothing_fits_the_smallest_is_first(tmp_path, capsys):
+    """80 layers are 5.1B parameters: 41 GB of them and of their sums alone, where a chip has 16.9."""
+    command = ["plan", "configs/1b.yaml", "--topology", "v5e:1x1", "--search", "--no-compile"]
+    assert main([*command, "--out", str(tmp_path), "batch.rows=16", "model.num_layers=80"]) == 1
+    rows = json.loads((tmp_path / "search.json").read_text())
+    needed = [row["needed"] for row in rows]
+    assert needed == sorted(needed) and needed[0] > rows[0]["available"]
+    out = capsys.readouterr().out
+    assert "none of these layouts fits; the smallest is first" in out and "smallest layout on v5e:1x1" in out
+    assert "use more devices, shorter rows, or a smaller model" in out
+    assert (
+        "estimated by formula: products take the chip's peak rate\n" in out
+    )  # one device has no communication
+    assert not (tmp_path / "plan.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    "layout, fixed, refusal",
+    [
+        ("mesh.context=3", NOTHING, "mesh.context=3 does not divide 4 devices; use mesh.context=2"),
+        ("batch.rows=1024", Fixed(rows=3), "1024 rows in microbatches of 3 rows .*; use batch.rows=1032"),
+        ("batch.rows=1024", Fixed(microbatches=5), "1024 rows in 5 microbatches .*; use batch.rows=1040"),
+    ],
+)
+def test_where_no_mesh_divides_the_advice_is_one_that_does(layout, fixed, refusal):
+    config, topology = load_config("configs/8b.yaml", layout.split()), parse_topology("v5p:2x2x1")
+    with pytest.raises(ValueError, match=refusal) as refused:
+        by_formula(config, model_sizes(config), topology, fixed)
+    advice = str(refused.value).split("use ")[1]
+    better = load_config("configs/8b.yaml", [*layout.split(), advice])
+    assert by_formula(better, model_sizes(better), topology, fixed)
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_context_axis_that_takes_the_rest_is_searched_as_the_given_layout_has_it(tmp_path):
+    assert (
+        main(
+            ["plan", *SMALL, "--no-compile", "--out", str(tmp_path), *SIZES, "mesh.fsdp=2", "mesh.context=-1"]
+        )
+        == 0
+    )
+    rows = json.loads((tmp_path / "search.json").read_text())
+    assert {row["mesh"]["context"] for row in rows} == {2}
 
 
 def test_the_given_layout_is_compiled_first_and_compared_with_the_best(compiler, tmp_path, capsys):
