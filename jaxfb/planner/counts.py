@@ -15,6 +15,7 @@ from jaxfb.config.adapters import trained_patterns
 from jaxfb.forward_backward.ahead import gathers_ahead, halves_pay
 from jaxfb.forward_backward.last_microbatch import obstacle_to_overlap, overlaps
 from jaxfb.models import splash, splash_gather
+from jaxfb.models.adapted import lora_of
 from jaxfb.models.config import TransformerConfig, num_params, seen_share
 from jaxfb.models.layout import layers_of_stages
 from jaxfb.models.pattern import stack_of
@@ -22,19 +23,25 @@ from jaxfb.models.transformer import init_params, transformer
 from jaxfb.planner.topology import Topology
 from jaxfb.recomputation import remat_parts
 from jaxfb.schedules import Kind, Schedule, default_name, kind_of, make
-from jaxfb.trainable import parted, pruned
+from jaxfb.trainable import name_of, parted, pruned
 from jaxfb.training.from_config.dtypes import AnyConfig, param_dtype
 from jaxfb.training.from_config.optimizer import optimizer_of_any_length
 from jaxfb.types import outer_params
 
 
 def held_numbers(config: Config, sizes: TransformerConfig) -> tuple[float, float]:
-    """Returns (parameters of layers, of embedding and head) that a device computes with, most of them gathered."""
+    """Returns (parameters of layers, of embedding and head) that a device computes with, most of them gathered.
+
+    Leading layers and those of multi-token prediction are among the layers; in a pipeline all stages have them, as
+    embedding and head, but uncut.
+    """
     mesh = config.mesh
     outer = sizes.vocab_size * sizes.hidden_size * (1 if sizes.tied_embeddings else 2)
     experts = _numbers_of_experts(sizes)
     layers = num_params(sizes) - outer - experts + experts / mesh.expert
-    return layers * share_of_layers(config, sizes) / mesh.tensor, outer / (mesh.pipe * mesh.tensor)
+    beside = _numbers_beside_stages(sizes, mesh.expert) if mesh.pipe > 1 else 0
+    layers = (layers - beside) * share_of_layers(config, sizes)
+    return layers / mesh.tensor, (outer / mesh.pipe + beside) / mesh.tensor
 
 
 def held_experts(config: Config, sizes: TransformerConfig) -> float:
@@ -45,7 +52,20 @@ def held_experts(config: Config, sizes: TransformerConfig) -> float:
 
 def _numbers_of_experts(sizes: TransformerConfig) -> int:
     with_experts = sum(number for one, number in stack_of(sizes).counted() if one.num_experts)
+    with_experts += sizes.mtp_depth * bool(stack_of(sizes).period[-1].num_experts)
     return 3 * with_experts * sizes.num_experts * sizes.hidden_size * sizes.expert_mlp_size
+
+
+@lru_cache(maxsize=64)
+def _numbers_beside_stages(sizes: TransformerConfig, expert: int) -> float:
+    """Returns the parameters of leading layers and of multi-token prediction, experts cut over an axis of a size."""
+    outer = outer_params(jax.eval_shape(lambda: init_params(sizes, jax.random.key(0))))
+    named = [
+        (name_of(path), leaf.size)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(outer)
+        if name_of(path).startswith(("leading.", "mtp."))
+    ]
+    return sum(size / expert if ".experts." in name else size for name, size in named)
 
 
 Counted = Callable[[Config, TransformerConfig], tuple[float, float]]
@@ -88,6 +108,46 @@ def _number(sizes: TransformerConfig, patterns: tuple[str, ...]) -> tuple[int, i
     """Returns how many parameters of the layers, and beside them, the patterns match."""
     matched = pruned(patterns, jax.eval_shape(lambda: init_params(sizes, jax.random.key(0))))
     return _count(matched["layers"]), _count(outer_params(matched))
+
+
+def copied_numbers(config: Config, sizes: TransformerConfig) -> tuple[float, float]:
+    """Returns how many of those that `held_numbers` counts are not read where they are stored: all that are gathered,
+    and otherwise those that are stored in another dtype than they are computed in.
+    """
+    held, trained = held_numbers(config, sizes), trained_numbers(config, sizes)
+    if num_shards(config) > 1:
+        return held
+    computed, of_trained = jnp.dtype(config.precision.compute_dtype), jnp.dtype(param_dtype(config))
+    of_frozen = jnp.dtype(config.precision.frozen_dtype or of_trained)
+    layers, outer = (
+        (of_trained != computed) * few + (of_frozen != computed) * (whole - few)
+        for whole, few in zip(held, trained, strict=True)
+    )
+    return layers, outer
+
+
+def frozen_products(config: Config, sizes: TransformerConfig) -> tuple[float, float]:
+    """Returns the numbers of frozen matrices that a token is multiplied by, (of layers, of the head): they have no
+    gradient, a third of their operations. None beside adapters, where `flops_per_token` leaves that out.
+    """
+    if config.trainable is None or lora_of(sizes) is not None:
+        return 0.0, 0.0
+    return _frozen_products(sizes, tuple(config.trainable))
+
+
+@lru_cache(maxsize=16)
+def _frozen_products(sizes: TransformerConfig, patterns: tuple[str, ...]) -> tuple[float, float]:
+    tied = "embed.embedding" if sizes.tied_embeddings else None
+    frozen, _ = parted(patterns, jax.eval_shape(lambda: init_params(sizes, jax.random.key(0))))
+    matrices = {
+        name: leaf.size
+        for path, leaf in jax.tree_util.tree_leaves_with_path(frozen)
+        if (name := name_of(path)).endswith(".kernel") or ".experts." in name or name == tied
+    }
+    of_head = matrices.pop(tied or "head.kernel", 0)
+    met = sizes.experts_per_token / sizes.num_experts if sizes.num_experts else 1.0
+    of_layers = (size * (met if ".experts." in name else 1) for name, size in matrices.items())
+    return sum(of_layers), of_head
 
 
 def _count(tree: Any) -> int:

@@ -10,6 +10,7 @@ from jaxfb.models.config import TransformerConfig, seen_share
 from jaxfb.planner.counts import (
     computed_bytes,
     context_method,
+    copied_numbers,
     gathers_layers,
     held_experts,
     held_numbers,
@@ -79,10 +80,10 @@ def gradient_bytes(config: Config, sizes: TransformerConfig) -> float:
 
 
 def whole_bytes(config: Config, sizes: TransformerConfig) -> float:
-    """Counts weights that are whole for all of an update: those that stay gathered or are not cut, and in a pipeline
-    what lies beside the layers.
+    """Counts weights that are whole for all of an update: those that stay gathered, or are not cut but cast, and in a
+    pipeline what lies beside the layers.
     """
-    each, (layers, outer) = computed_bytes(config), held_numbers(config, sizes)
+    each, (layers, outer) = computed_bytes(config), copied_numbers(config, sizes)
     if not gathers_layers(config):
         return each * (layers + outer)
     return each * (layers * share_gathered(config, sizes) + (outer if config.mesh.pipe > 1 else 0))

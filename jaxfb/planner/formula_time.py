@@ -15,6 +15,7 @@ from jaxfb.planner.counts import (
     attention_flops,
     computed_bytes,
     context_method,
+    frozen_products,
     gathers_before_use,
     gathers_layers,
     held_experts,
@@ -102,10 +103,13 @@ def _flops_per_token(config: Config, sizes: TransformerConfig, topology: Topolog
     """Returns (those of the layers, recomputation and bubble included; those of the head)."""
     again = forwards_again(config, sizes)
     of_layers = turns_of_layers(config) * waits(config, sizes, again)
+    frozen, frozen_head = frozen_products(config, sizes)
     head = (6 if lora_of(sizes) is None else 4) * sizes.hidden_size * sizes.vocab_size
     layers = flops_per_token(sizes, config.data.sequence_length) - head
     left_out = min(again, 1) * 2 * sizes.hidden_size * inner_width(sizes) * sizes.num_layers
     layers = layers * (1 + again / 3) - left_out + _flops_of_kernels(config, sizes, topology, again / 3)
+    layers -= 2 * frozen
+    head -= 2 * frozen_head
     return layers * of_layers * share_of_layers(config, sizes) * config.mesh.pipe, head
 
 
@@ -151,7 +155,7 @@ def work_seconds(config: Config, sizes: TransformerConfig, topology: Topology) -
     of_products = mean_over_layers(config, sizes, lambda remat: with_residuals.get(remat, share))
     each = computed_bytes(config)
     read = each * moved * of_products * product_width(sizes) * sizes.num_layers
-    read += _score_bytes(config, sizes, topology)
+    read += _score_bytes(config, sizes, topology) + _adapter_bytes(config, sizes)
     if config.mesh.tensor > 1:
         read += each * _HIDDEN_OVER_TENSOR * config.mesh.tensor * sizes.hidden_size * sizes.num_layers
     read = (
@@ -175,6 +179,36 @@ def _accumulated_bytes(config: Config, sizes: TransformerConfig, topology: Topol
     whole = _ACCUMULATED_IN_PRODUCTS if in_products else _ACCUMULATED
     each = _SHARDS if gathers_layers(config) else whole
     return each / 4 * gradient_bytes(config, sizes) * num_microbatches(config)
+
+
+def _adapter_bytes(config: Config, sizes: TransformerConfig) -> float:
+    """Counts what is read for one token's adapters, whose products are too small for their reads to be hidden: what a
+    projection reads once for A in each forward and once for the gradient of A, and its answer's gradient once.
+    """
+    if (lora := lora_of(sizes)) is None:
+        return 0.0
+    runs = 2 + forwards_again(config, sizes)
+    adapted = [sides for name, sides in _projections(sizes).items() if lora.adapts(name)]
+    numbers = sum((runs * read + given) * layers for read, given, layers in adapted)
+    return computed_bytes(config) * numbers / config.mesh.tensor
+
+
+def _projections(sizes: TransformerConfig) -> dict[str, tuple[int, int, int]]:
+    """Maps the name of a projection to the numbers of a token that it reads and gives, and the layers that have it; of
+    latent attention and of experts none.
+    """
+    width, few, middle = sizes.hidden_size, sizes.num_kv_heads * sizes.head_size, sizes.mlp_size
+    heads, layers = sizes.num_heads * sizes.head_size, 0 if sizes.latent else sizes.num_layers
+    dense = sum(number for one, number in stack_of(sizes).counted() if not one.num_experts)
+    return {
+        "attention.query": (width, heads, layers),
+        "attention.key": (width, few, layers),
+        "attention.value": (width, few, layers),
+        "attention.output": (heads, width, layers),
+        "mlp.gate": (width, middle, dense),
+        "mlp.up": (width, middle, dense),
+        "mlp.down": (middle, width, dense),
+    }
 
 
 def _copied_bytes(config: Config, sizes: TransformerConfig) -> float:

@@ -15,6 +15,7 @@ from jaxfb.parallel.host_memory import is_on_host
 from jaxfb.planner import gpu, tpu
 from jaxfb.planner.chips import Chip
 from jaxfb.planner.compiled import Compiled, TooLarge, compile_for, compiles_here
+from jaxfb.planner.counts import frozen_products
 from jaxfb.planner.formula import Estimate, estimate
 from jaxfb.planner.hlo_cost import HOST, Traffic
 from jaxfb.planner.job import (
@@ -216,7 +217,8 @@ def _of_update(config: Config, topology: Topology) -> Verdict:
         shapes = gpu.with_attention(config, "xla")  # cuDNN's is there only with the plugin
     job = make_job(shapes, abstract_mesh(config, topology.num_devices, abstract_device(topology)))
     schedule = job.schedule
-    per_token = flops_per_token(job.sizes, job.config.data.sequence_length)
+    frozen = sum(frozen_products(config, job.sizes))
+    per_token = flops_per_token(job.sizes, job.config.data.sequence_length) - 2 * frozen
     return Verdict(
         topology=topology,
         mesh=dict(job.mesh.shape),
