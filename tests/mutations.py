@@ -409,6 +409,20 @@ MUTATIONS = (
         "platforms/test_torus.py::test_both_cores_of_a_chip_move_together",
     ),
     Mutation(
+        "a_copy_of_weights_that_no_cast_makes",
+        "planner/counts.py",
+        "(of_frozen != computed) * (whole - few)",
+        "(whole - few)",
+        "planner/test_formula_frozen.py::test_adapters_on_one_chip_are_near_the_compiler",
+    ),
+    Mutation(
+        "gradients_of_frozen_matrices",
+        "planner/formula_time.py",
+        "layers -= 2 * frozen",
+        "layers -= 0 * frozen",
+        "planner/test_formula_frozen.py::test_a_frozen_matrix_has_no_gradient",
+    ),
+    Mutation(
         "copies_on_gpus_without_a_tensor_axis",
         "planner/formula_memory.py",
         "min(mesh.fsdp, mesh.tensor) == 1",

@@ -14,6 +14,7 @@ import jax
 from jaxfb.config import Config, config_from_dict, config_to_dict
 from jaxfb.config.post_training import PostTrainingConfig
 from jaxfb.config.sections import AutoMesh
+from jaxfb.mesh import SHARD_AXES
 from jaxfb.planner.auto import choose
 from jaxfb.planner.text import memory_table
 from jaxfb.planner.topology import Topology, topology_of
@@ -103,8 +104,8 @@ def changes(config: Planned, topology: Topology) -> Iterator[tuple[list[str], Ve
     rows = now.rows_per_microbatch
     fewer = [size for size in (rows // 2, rows // 4, 1) if 0 < size < rows and rows % size == 0]
     keys = [_smaller(config, rows // size, now) for size in dict.fromkeys(fewer)]
-    if devices > 1 and config.mesh.fsdp == 1 and config.mesh.data in (-1, devices):
-        keys += [["mesh.data=1", f"mesh.fsdp={devices}"]]
+    cuts = _cut_over_replicas(config, now)
+    keys += cuts
     if devices > 1 and config.parallel.overlap_grad_reduce is not False:
         keys += [["parallel.overlap_grad_reduce=false"]]
     if devices > 1 and config.parallel.gather_ahead in (None, True):
@@ -114,11 +115,27 @@ def changes(config: Planned, topology: Topology) -> Iterator[tuple[list[str], Ve
     if devices > 1 and config.parallel.gather_ahead is not False:
         keys += [["parallel.gather_ahead=false"]]
     keys += [[*cut, "parallel.remat=full"] for cut in ([], *keys) if config.parallel.remat != "full"]
-    for change in keys:
+    full = [] if config.parallel.remat == "full" else ["parallel.remat=full"]
+    together = [*(_smaller(config, rows, now) if rows > 1 else []), *(cuts[-1] if cuts else []), *full]
+    keys += [together] * bool(together)
+    if config.optimizer.memory == "device" and topology.platform != "cpu":
+        keys += [[*together, "optimizer.memory=host"]]
+    for change in map(list, dict.fromkeys(map(tuple, keys))):
         with suppress(ValueError):  # rows that do not divide, or an axis that the model does not
             verdict = estimated(config_from_dict(config_to_dict(config), change), topology)
             if verdict.needed < now.needed:
                 yield change, verdict
+
+
+def _cut_over_replicas(config: Planned, now: Verdict) -> list[list[str]]:
+    """Returns overrides that cut parameters over all replicas, and those that gather them a layer at a time as well."""
+    replicas, found = now.mesh["data"], []
+    if replicas > 1:
+        found = [["mesh.data=1", f"mesh.fsdp={replicas * now.mesh['fsdp']}"]]
+    cut = found or any(now.mesh.get(axis, 1) > 1 for axis in SHARD_AXES)
+    if cut and config.parallel.fsdp_gather != "layer":
+        found += [[*(found[0] if found else []), "parallel.fsdp_gather=layer"]]
+    return found
 
 
 def _smaller(config: Planned, times: int, now: Verdict) -> list[str]:

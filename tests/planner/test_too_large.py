@@ -70,6 +70,26 @@ def test_gradients_that_wait_in_a_pipeline_are_proposed_to_be_reduced_at_the_end
     assert name in proposed["v5p:2x2x1"] and name not in proposed["v5e:2x2"]
 
 
+@pytest.mark.parametrize(
+    "name, layout, topology, change",
+    [
+        ("8b", "parallel.fsdp_gather=step batch.rows=64", "v5e:4x4", "parallel.fsdp_gather=layer"),
+        ("8b", "mesh.data=4 mesh.fsdp=2 batch.rows=64", "v6e:2x4", "mesh.data=1 mesh.fsdp=8"),
+        ("8b", "mesh.fsdp=4 batch.rows=64", "v6e:2x2", "optimizer.memory=host"),
+        (
+            "1b",
+            "mesh.data=4 mesh.fsdp=1 batch.rows=64",
+            "v5e:2x2",
+            "mesh.data=1 mesh.fsdp=4 parallel.fsdp_gather=layer parallel.remat=full",
+        ),
+    ],
+)
+def test_what_cuts_or_moves_parameters_and_state_is_proposed(name, layout, topology, change):
+    config, machine = load_config(f"configs/{name}.yaml", layout.split()), parse_topology(topology)
+    assert f"  {change}: " in too_large.would_fit(config, estimated(config, machine))
+    assert estimated(load_config(f"configs/{name}.yaml", [*layout.split(), *change.split()]), machine).fits
+
+
 SFT = ["model.hidden_size=1024", "model.num_layers=8", "conversations.sequence_length=1024", "batch.rows=512"]
 RL = [
     "task.digits=1",
