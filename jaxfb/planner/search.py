@@ -344,33 +344,36 @@ def _compiled(formula: list[Found], count: int, known: Known, say, keep) -> list
 
     A layout that it refuses for another reason than memory is left out.
     """
-    found, others = list(formula), [one for one in formula if not one.given]
+    found, others, refusals = list(formula), [one for one in formula if not one.given], []
     for asked in [one for one in formula if one.given] + _by_kind(others)[: 2 * count]:
         fitting = sum(bool(one.verdict.fits) for one in found if one.verdict.compiled and not one.given)
         if fitting >= count:
             break
         found.remove(asked)
         say(f"compiling: {label(asked.config)}")
-        if (verdict := _answer(asked, known, say)) is not None:
+        try:
+            verdict = _answer(asked, known, say)
+        except (ValueError, RuntimeError) as error:  # of one layout is no reason to lose the others
+            say(f"  left out: {error}")
+            if isinstance(error, Refused) and str(error) in map(str, refusals):
+                raise  # it is not of one layout
+            refusals.append(error)
+        else:
             say(f"  {answer(verdict)}, {duration_of(verdict.step_seconds)} a step")
             found.append(replace(asked, verdict=verdict))
-        if not found:
-            raise Refused("[plan] the compiler refused every layout that was asked about; raise --layouts")
-        keep(_ranked(found))
+        if found:
+            keep(_ranked(found))
+    if refusals and not any(one.verdict.compiled for one in found):
+        raise Refused(
+            f"[plan] the compiler refused every layout that it was asked about, the last since {refusals[-1]}"
+        )
     return _ranked(found)
 
 
-def _answer(asked: Found, known: Known, say) -> Verdict | None:
+def _answer(asked: Found, known: Known, say) -> Verdict:
     if asked.verdict.compiled is not None:  # by a search before this one
         return asked.verdict
-    try:
-        verdict = compiled_verdict(asked.config, asked.verdict, say)
-    except (
-        ValueError,
-        RuntimeError,
-    ) as error:  # one layout's refusal or crash is no reason to lose the others
-        say(f"  left out: {error}")
-        return None
+    verdict = compiled_verdict(asked.config, asked.verdict, say)
     known.add(asked.config, verdict)
     return verdict
 

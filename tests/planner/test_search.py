@@ -22,6 +22,7 @@ from jaxfb.planner.job import model_sizes
 from jaxfb.planner.known import Known
 from jaxfb.planner.search import by_formula, picked, search, table
 from jaxfb.planner.verdict import plan
+from jaxfb.refusal import Refused
 
 SMALL = ["configs/1b.yaml", "--topology", "v5e:2x2", "--search", "--layouts", "2"]
 SIZES = ["batch.rows=32", "model.num_layers=4"]
@@ -228,6 +229,17 @@ def test_one_layout_that_the_compiler_refuses_does_not_end_the_search(compiler, 
     crashed, too_large, *_ = compiler.asked
     assert label(crashed) not in [row["layout"] for row in rows]
     assert label(too_large) == rows[-1]["layout"] and not rows[-1]["fits"]
+
+
+def test_a_refusal_of_every_layout_ends_the_search(compiler, tmp_path, capsys):
+    """Such as that of a compiler option, which no layout changes: it is not asked again for each of them."""
+    compiler.asked.clear()
+    compiler.answers[:] = [Refused("compiler_options: no such option; leave it out") for _ in range(9)]
+    assert run(tmp_path) == 2 and len(compiler.asked) == 2
+    assert "no such option; leave it out" in capsys.readouterr().err.splitlines()[-1]
+    compiler.answers[:] = [RuntimeError(f"crash {number}") for number in range(9)]
+    assert run(tmp_path) == 2
+    assert "refused every layout that it was asked about, the last since crash" in capsys.readouterr().err
 
 
 def test_a_verdict_is_known_again_for_the_same_question_alone(tmp_path, monkeypatch):
