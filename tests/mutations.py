@@ -416,6 +416,13 @@ MUTATIONS = (
         "planner/test_formula_frozen.py::test_adapters_on_one_chip_are_near_the_compiler",
     ),
     Mutation(
+        "scores_at_once_as_those_of_a_ring",
+        "planner/counts.py",
+        'context_method(config, sizes, topology) != "ring"',
+        'context_method(config, sizes, topology) == "all_gather"',
+        "planner/test_formula.py::test_scores_that_exist_at_once_are_counted_whole",
+    ),
+    Mutation(
         "gradients_of_frozen_matrices",
         "planner/formula_time.py",
         "layers -= 2 * frozen",

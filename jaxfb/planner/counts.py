@@ -406,6 +406,14 @@ def runs_flash(config: Config, sizes: TransformerConfig, topology: Topology) -> 
     return splash.refused_sizes(dtype, length, sizes.head_size) is None
 
 
+def scores_at_once(config: Config, sizes: TransformerConfig, topology: Topology) -> bool:
+    """Returns True if a device makes all scores of its queries, or heads, at once, those that are masked too: over a
+    context axis without kernels, but for a ring.
+    """
+    flash = runs_flash(config, sizes, topology)
+    return config.mesh.context > 1 and not flash and context_method(config, sizes, topology) != "ring"
+
+
 def context_method(config: Config, sizes: TransformerConfig, topology: Topology) -> str:
     """Returns how devices of a context axis attend to each other's tokens, as `models.attend.context_method`."""
     if sizes.context_attention != "auto":

@@ -25,6 +25,7 @@ from jaxfb.planner.counts import (
     row_space,
     runs_flash,
     schedule_kind,
+    scores_at_once,
     share_ahead,
     share_gathered,
     state_bytes,
@@ -43,6 +44,8 @@ from jaxfb.recomputation import remat_parts
 
 _SCORES_KEPT = 9 / 8
 """Of a query, key and head, in numbers of two bytes: probabilities of a causal row in eight blocks, and a copy."""
+_SCORES_AT_ONCE = 4 + 4
+"""Bytes of a query, key and head where all scores exist at once: of a probability and its gradient."""
 _SCATTERED_IN_TURN = 2 / 3
 """Share of a layer's gradients that is there at a time where each is scattered as soon as it is computed, on TPUs that
 gather no layer ahead: of 8B on 8, 16 and 256 v5e."""
@@ -265,5 +268,8 @@ def _scores(config: Config, sizes: TransformerConfig, topology: Topology) -> flo
     """Returns the numbers a token that attention keeps where it makes scores."""
     if runs_flash(config, sizes, topology):
         return 0.0
+    if scores_at_once(config, sizes, topology):
+        numbers = _SCORES_AT_ONCE / computed_bytes(config) * config.data.sequence_length
+        return numbers * sizes.num_heads / config.mesh.tensor
     length = config.data.sequence_length // config.mesh.context
     return _SCORES_KEPT * sizes.num_heads * length * seen_share(sizes, length) / config.mesh.tensor

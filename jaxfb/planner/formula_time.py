@@ -31,6 +31,7 @@ from jaxfb.planner.counts import (
     reduced_bytes,
     reduces_beside,
     runs_flash,
+    scores_at_once,
     share_ahead,
     share_gathered,
     share_of_layers,
@@ -124,8 +125,11 @@ def forwards_again(config: Config, sizes: TransformerConfig) -> float:
 def _flops_of_kernels(config: Config, sizes: TransformerConfig, topology: Topology, again: float) -> float:
     """Counts what a token takes more of splash's kernels: scores twice more in the backward, of which there are seven
     products in place of four, and blocks on the diagonal of which half is masked; of pieces of a sequence, the wait for
-    late ones.
+    late ones. Where all scores are made at once, those that are masked.
     """
+    if scores_at_once(config, sizes, topology):
+        counted = seen_share(sizes, config.data.sequence_length)
+        return 3 * attention_flops(config, sizes) * (2 / counted - 1) * (1 + again)
     if topology.platform != "tpu" or not runs_flash(config, sizes, topology):
         return 0.0
     length, context = config.data.sequence_length, config.mesh.context
