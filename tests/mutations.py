@@ -426,7 +426,7 @@ MUTATIONS = (
         "gradients_of_frozen_matrices",
         "planner/formula_time.py",
         "layers -= 2 * frozen",
-        "layers -= 0 * frozen",
+        "layers -= 0.0",
         "planner/test_formula_frozen.py::test_a_frozen_matrix_has_no_gradient",
     ),
     Mutation(

@@ -58,11 +58,12 @@ def test_a_frozen_matrix_has_no_gradient():
     sizes, machine = model_sizes(config), parse_topology("v5p:2x2x1")
     mlps, head = 32 * 3 * 4096 * 14336, 4096 * 128256
     assert frozen_products(config, sizes) == (mlps, head)
-    everything = estimated(
-        replace(config, trainable=None, precision=replace(config.precision, frozen_dtype=None)), machine
-    )
-    less = everything.model_flops - estimated(config, machine).model_flops
-    assert less == 2 * (mlps + head) * 16 * 4096 / 4
+    whole = replace(config, trainable=None, precision=replace(config.precision, frozen_dtype=None))
+    found, everything = (estimated(one, machine) for one in (config, whole))
+    assert everything.model_flops - found.model_flops == 2 * (mlps + head) * 16 * 4096 / 4
+    # by libtpu 0.0.48; with the gradients of all the formula had 2.33 s
+    assert found.needed / 1e9 == pytest.approx(13.49, rel=0.05)
+    assert found.step_seconds == pytest.approx(1.898, rel=0.05)
     tied = load_config("configs/8b.yaml", [*OF_ATTENTION, "model.tied_embeddings=true", *EXPERTS])
     router, met = 4096 * 8, 2 * 3 * 4096 * 1024
     assert frozen_products(tied, model_sizes(tied)) == (32 * (router + met), head)
