@@ -17,6 +17,7 @@ from jaxfb.models.config import TransformerConfig
 from jaxfb.planner import gpu
 from jaxfb.planner.candidates import NOTHING, Fixed, candidates, label
 from jaxfb.planner.compiled import TooLarge, check_compiler, compiles_here
+from jaxfb.planner.counts import num_shards, schedule_name
 from jaxfb.planner.formula import Estimate, estimate
 from jaxfb.planner.job import model_sizes
 from jaxfb.planner.known import Known
@@ -91,12 +92,23 @@ def search(
     given = _given(config, topology, known, say)
     sizes, opened = model_sizes(config), given[0].config if given else _on_one_part(config)
     fastest = picked(by_formula(opened, sizes, topology, NOTHING), sizes, topology, layouts, say)
-    others = [one for one in fastest if one not in [own.config for own in given]]
+    others = [one for one in fastest if one not in [_as_candidate(own) for own in given]]
     found = _ranked(given + _taken(others, topology, known, say))
     keep(found)
     if not compiled or not compiles_here(found[0].config, topology, say):
         return found
     return _compiled(found, compiled, known, say, keep)
+
+
+def _as_candidate(given: Found) -> Config:
+    """Returns a given layout with the words in which `candidates` has the same one."""
+    config, parallel = given.config, given.config.parallel
+    gather = parallel.fsdp_gather if num_shards(config) > 1 else "layer"
+    batch = replace(
+        config.batch, rows_per_microbatch=given.verdict.rows_per_microbatch, num_microbatches=None
+    )
+    schedule = schedule_name(config) if config.mesh.pipe > 1 else None
+    return replace(config, schedule=schedule, batch=batch, parallel=replace(parallel, fsdp_gather=gather))
 
 
 def _on_one_part(config: Config) -> Config:

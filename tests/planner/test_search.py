@@ -15,13 +15,13 @@ from processes import PATIENCE
 from jaxfb.cli.commands import main
 from jaxfb.config import load_config
 from jaxfb.planner import parse_topology
-from jaxfb.planner.candidates import NOTHING, Fixed, label
+from jaxfb.planner.candidates import NOTHING, Fixed, candidates, label
 from jaxfb.planner.compiled import Compiled, TooLarge
 from jaxfb.planner.formula import estimate
 from jaxfb.planner.job import model_sizes
 from jaxfb.planner.known import Known
-from jaxfb.planner.search import by_formula, picked, search, table
-from jaxfb.planner.verdict import plan
+from jaxfb.planner.search import Found, _as_candidate, by_formula, picked, search, table
+from jaxfb.planner.verdict import estimated, plan
 from jaxfb.refusal import Refused
 
 SMALL = ["configs/1b.yaml", "--topology", "v5e:2x2", "--search", "--layouts", "2"]
@@ -157,6 +157,22 @@ def test_the_given_layout_is_compiled_first_and_compared_with_the_best(compiler,
         "given one: a step takes 0.50 times as long, 8 s in place of 16 s, and 0.0 GB in place of 0.0 GB"
         in out
     )
+
+
+@pytest.mark.parametrize(
+    "layout, topology",
+    [
+        ("parallel.fsdp_gather=step mesh.fsdp=1", "v5e:1x1"),
+        ("batch.rows_per_microbatch=null batch.num_microbatches=2 mesh.fsdp=4", "v5e:2x2"),
+        ("mesh.pipe=4 mesh.fsdp=1 batch.rows_per_microbatch=16 parallel.remat=selective", "v5e:2x2"),
+    ],
+)
+def test_the_given_layout_is_known_among_the_candidates_by_whatever_words(layout, topology):
+    """Otherwise it would be listed and compiled twice."""
+    config, machine = load_config(SMALL[0], [*SIZES, *layout.split()]), parse_topology(topology)
+    own = replace(config, mesh=replace(config.mesh, **estimated(config, machine).mesh))
+    given = Found(own, estimated(own, machine), given=True)
+    assert _as_candidate(given) in list(candidates(own, model_sizes(own), machine.num_devices))
 
 
 @pytest.mark.slow
