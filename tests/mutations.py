@@ -1631,7 +1631,7 @@ MUTATIONS = (
     Mutation(
         "run_goes_on_in_the_directory_of_another",
         "training/session.py",
-        "return self._place is not None and self._place.is_left()",
+        "return self._opened is not None and self._opened.is_replaced()",
         "return False",
         "training/test_run_dir.py::test_a_run_whose_place_another_run_takes_leaves_that_alone",
     ),

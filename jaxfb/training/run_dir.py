@@ -293,30 +293,6 @@ class RunDirectory:
         return self._identity.is_file()
 
 
-class Place:
-    """The directory that a path leads to now, so that a run notices when another one lies there later."""
-
-    def __init__(self, path: Path):
-        self._path, self._open = path, None
-        with contextlib.suppress(OSError):  # a system that opens no directories
-            self._open = os.open(path, os.O_RDONLY)  # kept open, so that no other one gets its number
-
-    def is_left(self) -> bool:
-        """Returns whether the path leads to another directory by now, or to nothing."""
-        if self._open is None:
-            return False
-        try:
-            return not os.path.samestat(os.stat(self._path), os.fstat(self._open))
-        except (FileNotFoundError, NotADirectoryError):
-            return True
-
-    def close(self) -> None:
-        """Forgets the directory."""
-        opened, self._open = self._open, None
-        if opened is not None:
-            os.close(opened)
-
-
 def _but_its_place(config: Config) -> dict[str, Any]:
     """Returns the config as plain values, without `run.dir`: a run may be moved, and reached by more than one path."""
     values = config_to_dict(config)

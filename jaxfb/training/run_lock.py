@@ -31,8 +31,10 @@ except ImportError:  # not a POSIX system
     fcntl = None  # type: ignore[assignment]
 
 log = logging.getLogger(__name__)
+NAME = ".lock"
 TRIES = 100
 TAKEN = (errno.EWOULDBLOCK, errno.EACCES)
+GONE = (FileNotFoundError, NotADirectoryError)
 
 
 class RunLock(contextlib.AbstractContextManager["RunLock"]):
@@ -52,7 +54,7 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
 
     @property
     def path(self) -> Path:
-        return self._directory / ".lock"
+        return self._directory / NAME
 
     def acquire(self) -> None:
         """Takes the lock, or refuses at once.
@@ -159,6 +161,44 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
         with contextlib.suppress(OSError):
             for directory in dict.fromkeys(made):
                 directory.rmdir()
+
+
+class OpenDirectory:
+    """A run's directory, held open, so that the run notices when another one lies at its path.
+
+    Some file systems (FUSE) number their files anew: a directory with the run's lock file is the run's all the same.
+    Where a file system has no locks, and so no lock file, nothing is noticed.
+    """
+
+    def __init__(self, path: Path):
+        self._path, self._open = path, None
+        self._lock = self._locked_by()
+        with contextlib.suppress(OSError):  # a system that opens no directories
+            self._open = os.open(path, os.O_RDONLY)  # kept open, so that no other one gets its number
+
+    def is_replaced(self) -> bool:
+        """Returns whether the path leads to another directory by now, or to nothing.
+
+        Raises:
+          OSError: it cannot be read for another reason.
+        """
+        if self._open is None or self._lock is None:
+            return False
+        with contextlib.suppress(*GONE):
+            if os.path.samestat(os.stat(self._path), os.fstat(self._open)):
+                return False
+        return self._locked_by() != self._lock
+
+    def close(self) -> None:
+        """Forgets the directory."""
+        opened, self._open = self._open, None
+        if opened is not None:
+            os.close(opened)
+
+    def _locked_by(self) -> str | None:
+        with contextlib.suppress(*GONE):
+            return (self._path / NAME).read_text()
+        return None
 
 
 def claim(directory: RunDirectory, lock: RunLock, config: Any, resume: bool, fresh: bool) -> None:

@@ -23,7 +23,8 @@ from jaxfb.training.changes import changes_between, check_changes, listing
 from jaxfb.training.goodput import Goodput
 from jaxfb.training.guard import NonFiniteAbort, listed, unsound_leaves
 from jaxfb.training.local_tier import LocalTier
-from jaxfb.training.run_dir import Place, RunDirectory
+from jaxfb.training.run_dir import RunDirectory
+from jaxfb.training.run_lock import OpenDirectory
 
 if TYPE_CHECKING:
     from jaxfb.training.work import Work
@@ -99,7 +100,7 @@ class Run(AbstractContextManager["Run"]):
         self.kept: dict[str, Any] = {}
         self.unwritten: list[dict[str, Any]] = []
         self._local: LocalTier | None = None
-        self._place: Place | None = None
+        self._opened: OpenDirectory | None = None
         self._saved: int | None = None
         self._noted = False  # in the run directory, that there are checkpoints
         self._evaluated_at: int | None = None
@@ -213,7 +214,7 @@ class Run(AbstractContextManager["Run"]):
 
     def settle(self) -> None:
         """Notes which directory is the run's: what lies at its path later may be another run."""
-        self._place = Place(self.directory.path)
+        self._opened = OpenDirectory(self.directory.path)
 
     def check_place(self) -> None:
         """Checks that what lies at the run's path is still its own directory.
@@ -225,7 +226,7 @@ class Run(AbstractContextManager["Run"]):
             raise self._displaced()
 
     def _is_displaced(self) -> bool:
-        return self._place is not None and self._place.is_left()
+        return self._opened is not None and self._opened.is_replaced()
 
     def _displaced(self) -> CannotWrite:
         return CannotWrite(
@@ -380,8 +381,8 @@ class Run(AbstractContextManager["Run"]):
         self.work.close()
         if self._local is not None:
             self._local.wait()
-        if self._place is not None:
-            self._place.close()
+        if self._opened is not None:
+            self._opened.close()
         self._store.close()
 
     def remove_local(self) -> None:

@@ -26,13 +26,13 @@ from jaxfb.planner import host_fit
 from jaxfb.process.launcher import Line
 from jaxfb.training.ending import where_it_lies
 from jaxfb.training.run_dir import RunDirectory
-from jaxfb.training.run_lock import RunLock
+from jaxfb.training.run_lock import OpenDirectory, RunLock
 
 SHORT = {"run": {"updates": 4}, "lr": {"name": "constant"}, "eval": {"every": None, "prompt": ""}}
 HOLD = """
 import sys, time
 from pathlib import Path
-from jaxfb.training.run_lock import RunLock
+from jaxfb.training.run_lock import OpenDirectory, RunLock
 with RunLock(Path(sys.argv[1])) as lock:
     lock.acquire()
     print("locked", flush=True)
@@ -245,6 +245,28 @@ def test_a_run_whose_place_another_run_takes_leaves_that_alone(template, stopped
     with pytest.raises(CannotWrite, match="was removed or replaced while the run was in progress"):
         trainer.train(load_config(stopped), resume=True, callbacks=[callback(on_step_start=replace)])
     assert files(stopped) == before
+
+
+@pytest.mark.parametrize(("held", "now", "replaced"), [
+    ("mine", "mine", False),  # a file system that has numbered its directories anew
+    ("mine", "another's", True),
+    ("mine", None, True),
+    (None, "another's", False),  # a file system without locks
+])  # fmt: skip
+def test_a_directory_with_the_lock_file_of_a_run_is_that_run_s(tmp_path, held, now, replaced):
+    def make(text):
+        (tmp_path / "run").mkdir()
+        if text is not None:
+            (tmp_path / "run" / ".lock").write_text(text)
+
+    make(held)
+    opened = OpenDirectory(tmp_path / "run")
+    assert not opened.is_replaced()
+    (tmp_path / "run").rename(tmp_path / "away")
+    assert opened.is_replaced() == (held is not None)
+    make(now)
+    assert opened.is_replaced() == replaced
+    opened.close()
 
 
 def test_one_run_writes_at_a_time(stopped, tmp_path, capsys):
