@@ -22,7 +22,7 @@ ROLES = ("system", "user", "assistant", "tool")
 # keys of other programs' files that change what an answer is or whether it is learnt, none of which is read
 _NOT_READ = (
     *("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking", "weight", "train"),
-    *("tools", "functions", "documents"),
+    *("tools", "functions", "documents", "system"),
 )
 Message = dict[str, str]
 
@@ -134,11 +134,24 @@ def _messages(value: Any, where: str) -> tuple[Message, ...]:
 
 
 def _pair(record: dict, where: str) -> Pair:
-    prompt = record.get("messages")
-    if isinstance(record.get("prompt"), str):
-        prompt = [{"role": "user", "content": record["prompt"]}]
+    prompt = _prompt_of(record, where)
     for name in ("chosen", "rejected"):
         if not isinstance(record.get(name), str):
             raise Refused(f'{where} needs "{name}", a string; got {record.get(name)!r}')
         text(name, record[name], who=f"{where}:")
-    return Pair(_messages(prompt, where), record["chosen"], record["rejected"])
+    return Pair(prompt, record["chosen"], record["rejected"])
+
+
+def _prompt_of(record: dict, where: str) -> tuple[Message, ...]:
+    """Returns the messages before the answers of a pair; a prompt is one message of the user."""
+    given = [name for name in ("prompt", "messages") if record.get(name) is not None]
+    if len(given) == 2:
+        raise Refused(f'{where} has "prompt" and "messages", of which one would be lost; remove one')
+    if given == ["messages"]:
+        return _messages(record["messages"], where)
+    if not isinstance(record.get("prompt"), str):
+        raise Refused(
+            f'{where} needs "prompt", a string, or "messages", a list of {{"role", "content"}}; got '
+            f"prompt={shown(record.get('prompt'))}"
+        )
+    return _messages([{"role": "user", "content": record["prompt"]}], where)

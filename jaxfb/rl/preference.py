@@ -118,22 +118,34 @@ def make_preference_work(config: DPOConfig) -> PreferenceWork:
 
 
 def check_answers(rows: Rows, path: str) -> None:
-    """Warns of pairs without a token of one of their answers, which weigh nothing, and refuses to train on those alone.
+    """Warns of pairs that teach nothing, and refuses to train on those alone.
 
-    Only truncation makes such pairs.
+    Such are pairs without a token of one of their answers, which truncation makes and which weigh nothing, and pairs
+    whose two conversations have the same tokens, so that no update makes one of them likelier than the other.
     """
+    number, alike = count(rows), _alike(rows)
     answered = [((rows["segments"] == side) & (rows["loss_mask"] != 0)).any(1) for side in (1, 2)]
-    number, lost = count(rows), int((~(answered[0] & answered[1])).sum())
-    cut = f"{lost} of {number} pairs have no token of an answer among the first {rows['tokens'].shape[1] // 2} of each"
-    if lost and lost == number:
-        raise Refused(
-            f"[preferences] nothing is learned from {path}: {cut}; give shorter prompts, or a larger "
-            "preferences.sequence_length"
-        )
-    if lost:
-        warnings.warn(
-            f"[preferences] {cut}, and weigh nothing; use a larger preferences.sequence_length", stacklevel=3
-        )
+    lost = ~(answered[0] & answered[1])
+    kinds = {
+        f"no token of an answer among the first {rows['tokens'].shape[1] // 2} of each, and weigh nothing": lost,
+        "two answers with the same tokens, and teach nothing": alike & ~lost,
+    }
+    found = [f"{which.sum()} of {number} pairs have {what}" for what, which in kinds.items() if which.any()]
+    use = "remove them, or use a larger preferences.sequence_length where answers are cut"
+    if found and (lost | alike).all():
+        raise Refused(f"[preferences] nothing is learned from {path}: {'; '.join(found)}; {use}")
+    if found:
+        warnings.warn(f"[preferences] {'; '.join(found)}; {use}", stacklevel=3)
+
+
+def _alike(rows: Rows) -> np.ndarray:
+    """Returns bool[pairs]: whether the two conversations have the same tokens."""
+
+    def side(row: int, segment: int) -> np.ndarray:
+        at = rows["segments"][row] == segment
+        return np.stack([rows["tokens"][row][at], rows["targets"][row][at]])
+
+    return np.array([np.array_equal(side(row, 1), side(row, 2)) for row in range(count(rows))], bool)
 
 
 def pair_rows(sides: Sequence[tuple[list, list]], length: int, dtype: type) -> Rows:

@@ -140,6 +140,7 @@ def make_supervised_work(config: SFTConfig) -> SupervisedWork:
             f"[conversations] nothing is learned from {section.path}: no conversation has a token of the assistant "
             f"among its first {length}; give conversations with messages of the assistant, or a larger sequence_length"
         )
+    _warn_of_unanswered(encoded)
     return work_on(SupervisedWork, base, rows[0], rows[1], base.model)
 
 
@@ -214,6 +215,21 @@ def warn_of_cut(name: str, encoded: Sequence[tuple[list, list]], length: int, se
         f"{name}.sequence_length={enough} cuts none",
         stacklevel=3,
     )
+
+
+def _warn_of_unanswered(encoded: Sequence[tuple[list, list]]) -> None:
+    """Warns of conversations without a message of the assistant: they take rows of updates and weigh nothing.
+
+    encoded: (ids, counts) of the conversations of each table.
+    """
+    counts = [one for _, side in encoded for one in side]
+    unanswered = sum(not one.any() for one in counts)
+    if unanswered:
+        warnings.warn(
+            f"[conversations] {unanswered} of {len(counts)} conversations have no message of the assistant, and weigh "
+            "nothing; remove them",
+            stacklevel=3,
+        )
 
 
 def fine_tuned(

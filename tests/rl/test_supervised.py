@@ -117,6 +117,7 @@ def test_both_answers_follow_the_same_prompt():
             "line 1: weight=0 is not read",
         ),
         ('{"tools": [{"name": "add"}], "messages": [{"role": "user", "content": "x"}]}', "line 1: tools=.*"),
+        ('{"system": "Add.", "messages": [{"role": "user", "content": "x"}]}', "line 1: system='Add.' is not read"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, line, message):
@@ -141,6 +142,21 @@ def test_keys_that_change_nothing_are_left_out(tmp_path):
 def test_a_preference_that_no_tokenizer_takes_is_refused(tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "\\udc00"}\n')
     with pytest.raises(ValueError, match=r"line 1: rejected must be text in UTF-8, got '\\udc00'"):
+        read_preferences(tmp_path / "bad.jsonl")
+
+
+@pytest.mark.parametrize(
+    "prompt, message",
+    [
+        ({"prompt": "a", "messages": [{"role": "user", "content": "b"}]}, 'line 1 has "prompt" and "messages"'),
+        ({"prompt": [{"role": "user", "content": "b"}]}, 'needs "prompt", a string, or "messages".*got prompt='),
+        ({}, 'needs "prompt", a string, or "messages"'),
+        ({"prompt": "a", "system": "Add."}, "line 1: system='Add.' is not read"),
+    ],
+)
+def test_a_preference_has_one_prompt(tmp_path, prompt, message):
+    (tmp_path / "bad.jsonl").write_text(json.dumps({**prompt, "chosen": "b", "rejected": "c"}))
+    with pytest.raises(ValueError, match=message):
         read_preferences(tmp_path / "bad.jsonl")
 
 
@@ -207,6 +223,34 @@ def test_pairs_that_are_cut_before_an_answer_are_counted_and_not_trained_on_alon
         ValueError, match="nothing is learned from .*: 2 of 2 pairs .*preferences.sequence_length"
     ):
         made("none")
+
+
+def test_pairs_of_the_same_tokens_are_counted_and_not_trained_on_alone(tmp_path):
+    long = "4" * 60
+    lines = [("1", "2"), ("3", "3"), (long + "5", long + "6")]
+    made = lambda kept: make_preference_work(load_config(write(tmp_path / kept, pairs)))  # noqa: E731
+    file = tmp_path / "pairs.jsonl"
+    section = {**ROWS, "path": str(file), "held_out_fraction": 0.0, "truncate": True, "template": "none"}
+    pairs = {"preferences": section}
+    write_pairs = lambda some: file.write_text(  # noqa: E731
+        "".join(json.dumps({"prompt": "?", "chosen": c, "rejected": r}) + "\n" for c, r in some)
+    )
+    write_pairs(lines)
+    with pytest.warns(UserWarning, match="2 of 3 pairs have two answers with the same tokens, and teach nothing"):
+        made("some")
+    write_pairs(lines[1:])
+    with pytest.raises(ValueError, match="nothing is learned from .*: 2 of 2 pairs have two answers with the same"):
+        made("none")
+
+
+def test_conversations_without_an_answer_are_counted(tmp_path):
+    file = tmp_path / "talks.jsonl"
+    talks = [[("user", "?"), ("assistant", "!")], [("system", "Add.")], [("user", "?")]]
+    lines = [{"messages": [{"role": role, "content": text} for role, text in talk]} for talk in talks]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    section = {**SFT["conversations"], "path": str(file), "held_out_fraction": 0.0}
+    with pytest.warns(UserWarning, match="2 of 3 conversations have no message of the assistant, and weigh nothing"):
+        make_supervised_work(load_config(write(tmp_path / "run", {"conversations": section})))
 
 
 def test_what_truncation_cuts_off_is_counted(tmp_path):
