@@ -79,15 +79,17 @@ class Task(Protocol):
 
 
 class BadJudgement(Refused):
-    """Raised where a task returns a reward that is no finite number or an `is_correct` that is no bool, or raises."""
+    """Raised where a task returns a reward that is no finite number or an `is_correct` that is no bool, where it raises,
+    or where it changes its problem.
+    """
 
 
 def checked_reward(task: Task, problem: Problem, response: Response) -> float:
     """Returns the task's reward of a response.
 
     Raises:
-      BadJudgement: it is not a finite number, or one whose square overflows, or the task raised an error; the message
-        has the prompt and the response.
+      BadJudgement: it is not a finite number, or one whose square overflows, or the task raised an error or changed the
+        problem; the message has the prompt and the response.
     """
     reward = _judged(task, "reward", problem, response)
     number = np.asarray(reward)
@@ -104,8 +106,8 @@ def checked_correct(task: Task, problem: Problem, response: Response) -> bool:
     """Returns whether the task counts a response as solved.
 
     Raises:
-      BadJudgement: it is neither True nor False, or the task raised an error; the message has the prompt and the
-        response.
+      BadJudgement: it is neither True nor False, or the task raised an error or changed the problem; the message has
+        the prompt and the response.
     """
     correct = _judged(task, "is_correct", problem, response)
     answer = np.asarray(correct)
@@ -116,8 +118,9 @@ def checked_correct(task: Task, problem: Problem, response: Response) -> bool:
 
 def _judged(task: Task, name: str, problem: Problem, response: Response) -> Any:
     """Calls a task's function; an error of it becomes a refusal, before which a run saves what is done."""
+    before = _asked(problem)
     try:
-        return getattr(task, name)(problem, response)
+        judged = getattr(task, name)(problem, response)
     except Exception as error:
         line = extract_tb(error.__traceback__)[-1]
         raise BadJudgement(
@@ -125,6 +128,17 @@ def _judged(task: Task, name: str, problem: Problem, response: Response) -> Any:
             f"{_short(problem.prompt)} and response {_short(response)}; catch it there and return "
             f"{'0.0' if name == 'reward' else 'False'} for a response that cannot be judged"
         ) from error
+    if _asked(problem) != before:
+        raise BadJudgement(
+            f"[task] {name} changed the messages of the prompt {_short(problem.prompt)}, from which later rollouts "
+            "begin; change a copy of them"
+        )
+    return judged
+
+
+def _asked(problem: Problem) -> list[tuple[str, str]]:
+    """Returns (role, content) of the messages that wait for an answer."""
+    return [(message.get("role"), message.get("content")) for message in messages_of(problem)]
 
 
 def _refusal(name: str, value: Any, rule: str, problem: Problem, response: Response) -> str:

@@ -357,6 +357,23 @@ def test_an_error_of_a_task_is_a_refusal_that_names_its_place_the_prompt_and_the
     assert isinstance(refusal.value.__cause__, KeyError)
 
 
+@pytest.mark.parametrize("name", ["reward", "is_correct"])
+def test_a_task_that_changes_its_problem_ends_the_run(name):
+    """Later rollouts would begin from other prompts, and those of a resumed run from the first ones again."""
+
+    class Appends(Own):
+        def reward(self, problem, response):
+            problem.prompt.append({"role": "assistant", "content": str(response)})
+            return True
+
+        is_correct = reward
+
+    judge = {"reward": checked_reward, "is_correct": checked_correct}[name]
+    problem = Problem([{"role": "user", "content": "1+1="}], "2")
+    with pytest.raises(BadJudgement, match=rf"\[task\] {name} changed the messages of the prompt .*1\+1=.*a copy"):
+        judge(Appends(), problem, Response.of("3", np.array([51]), True))
+
+
 @pytest.mark.slow
 def test_a_reward_that_fails_in_the_middle_of_a_run_loses_no_update(tmp_path):
     """The first rollout is learnt, the second cannot be judged: the run is saved between them."""
