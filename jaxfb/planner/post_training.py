@@ -27,8 +27,10 @@ from jaxfb.planner.formula_memory import forward_bytes
 from jaxfb.planner.job import abstract_device, abstract_mesh
 from jaxfb.planner.topology import Topology
 from jaxfb.refusal import Refused
-from jaxfb.rl.policy import make_task, row_slots
+from jaxfb.rl.advice import planned as advised
+from jaxfb.rl.policy import make_task, rollout_plan, row_slots
 from jaxfb.rl.start import Base, check_run, tokenizer_of
+from jaxfb.rl.supervised import row_length, update_plans
 from jaxfb.rl.tasks import check_task
 from jaxfb.training.from_config.dtypes import compute_dtype, param_dtype
 from jaxfb.training.from_config.sizes import POST_TRAINING, built_in, model_sizes
@@ -59,15 +61,17 @@ def planned(config: PostTrainingConfig, topology: Topology) -> Planned:
     """Returns what a config of post-training needs on a topology.
 
     Raises:
-      ValueError: the mesh does not fit the topology, a file that gives the size of the model is missing, or there is no
-        plan of a purpose.
+      ValueError: the mesh does not fit the topology, a file that gives the size of the model is missing, or the command
+        of the config would refuse its plans.
     """
     sized: Any = config  # its mesh is all that is read
     mesh: Any = abstract_mesh(sized, topology.num_devices, abstract_device(topology))
     check_run(config)
     tokenizer = tokenizer_of(config)
     sizes = built_in(model_sizes(config, tokenizer.vocab_size), *POST_TRAINING)
-    length = _row_length(config, Base(config, mesh, tokenizer, sizes))
+    base = _Elsewhere(config, mesh, tokenizer, sizes)
+    length = _row_length(config, base)
+    _check_plans(base, length)
     update = _as_pretraining(config, sizes, length, config.plans.train, topology)
     widths = dict(_by_width(config, update, topology))
     if not isinstance(config, RLConfig):
@@ -83,6 +87,25 @@ def planned(config: PostTrainingConfig, topology: Topology) -> Planned:
     phases = {"sampling": _sampling_bytes(config, sizes, mesh, length)}
     phases |= dict(_forward_passes(config, update, sizes, topology))
     return Planned(update, critic, phases, config.uses_reference, widths)
+
+
+class _Elsewhere(Base):
+    """A model on devices that are not here."""
+
+    def check_plan(self, plan: BatchPlan, length: int) -> None:
+        """Checks nothing: this machine does not hold the rows."""
+
+
+def _check_plans(base: Base[Any], length: int) -> None:
+    """Refuses what the command refuses: a purpose without a plan, rows that cannot be cut."""
+    config = base.config
+    if isinstance(config, RLConfig):
+        advised(base, lambda base: rollout_plan(base, length))
+        return
+    section = config.preferences if isinstance(config, DPOConfig) else config.conversations
+    passes = ["logprob_ref"] * isinstance(config, DPOConfig)
+    held_out = section.held_out_path is not None or section.held_out_fraction > 0
+    update_plans(base, length, [*passes, *["eval"] * held_out])
 
 
 def _by_width(config: PostTrainingConfig, update: Config, topology: Topology) -> Iterator[tuple[str, Config]]:
@@ -127,9 +150,9 @@ def _rows(config: PostTrainingConfig) -> int:
 
 def _row_length(config: PostTrainingConfig, base: Base[Any]) -> int:
     if isinstance(config, SFTConfig):
-        return config.conversations.sequence_length
+        return row_length(base, "conversations", tokens=0)
     if isinstance(config, DPOConfig):
-        return config.preferences.sequence_length
+        return row_length(base, "preferences", tokens=0, sequences=2)
     assert isinstance(config, RLConfig)
     asked = repr((config.task, config.start, config.model))
     if asked not in _PROMPTS:
@@ -157,20 +180,26 @@ def _as_pretraining(
         model=model,
         # of the text nothing but the length of a row matters; some file, since its vocabulary is known
         data=DataConfig("tokens", path="rows", tokenizer="tokenizer.json", sequence_length=length),
-        batch=BatchConfig(_rows(config), **_cut(config, cut, length, topology)),
+        batch=_batch(config, cut, length, topology),
         run=RunConfig(config.run.dir, updates=MANY),
         lr=LearningRateConfig(name="constant", warmup=0),
         **{name: getattr(config, name) for name in names},
     )
 
 
-def _cut(config: PostTrainingConfig, cut: CutConfig, length: int, topology: Topology) -> dict[str, Any]:
-    """Returns the cut of an update; one by tokens is sized by its fullest microbatch, of rows of the whole length."""
+def _batch(config: PostTrainingConfig, cut: CutConfig, length: int, topology: Topology) -> BatchConfig:
+    """Returns the rows of an update and their cut.
+
+    A cut by tokens is sized by full microbatches of rows of the whole length, the last filled up as a run fills it.
+    """
+    rows = _rows(config)
     if cut.max_tokens_per_microbatch is None:
-        return {"rows_per_microbatch": cut.rows_per_microbatch, "num_microbatches": cut.num_microbatches}
-    each = max(1, _rows(config) // _replicas(config, topology))
-    most = max(1, min(each, cut.max_tokens_per_microbatch // length))
-    return {"rows_per_microbatch": next(size for size in range(most, 0, -1) if each % size == 0)}
+        sizes = {name: getattr(cut, name) for name in ("rows_per_microbatch", "num_microbatches")}
+        return BatchConfig(rows, **sizes)
+    replicas = _replicas(config, topology)
+    each = -(-rows // replicas)
+    full = max(1, min(each, cut.max_tokens_per_microbatch // length))
+    return BatchConfig(-(-each // full) * full * replicas, rows_per_microbatch=full)
 
 
 def _replicas(config: PostTrainingConfig, topology: Topology) -> int:

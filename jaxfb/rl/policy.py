@@ -254,7 +254,7 @@ def make_policy_work(
         check_horizon(config.reward.horizon, rows, "reward", "reward.horizon")
     slots, dtype = sampler.prompt_width + sampler.max_new_tokens, sampler.compute_dtype
     check_sampler(base.sizes, base.mesh, rows, slots, dtype or param_dtype(config))
-    plan = planned(base, lambda base: _rollout_plan(base, length))
+    plan = planned(base, lambda base: rollout_plan(base, length))
     loss = PolicyLoss(
         make_surrogate(config.policy.surrogate, **config.policy.options),
         config.policy.aggregation,
@@ -301,7 +301,12 @@ def row_slots(prompt_width: int, max_new_tokens: int, mesh: Mesh) -> int:
     return -(-slots // multiple) * multiple
 
 
-def _rollout_plan(base: Base[RLConfig], length: int) -> RolloutPlan:
+def rollout_plan(base: Base[RLConfig], length: int) -> RolloutPlan:
+    """Makes the plans of all purposes of a policy's run, for rows of so many slots.
+
+    Raises:
+      PlanError: a purpose that the run needs has no plan, or its rows cannot be cut.
+    """
     config = base.config
     sizes = config.rollout
     rows, update = sizes.prompts * sizes.samples_per_prompt, sizes.rows_per_update

@@ -117,9 +117,13 @@ class Base(Generic[Kind]):
             remainder="error" if exact else "pad",
             **sizes,
         )
-        check_rows(f"plans.{purpose}", plan, length, _length_key(self.config))
-        self._warn_of_bubbles(plan)
+        self.check_plan(plan, length)
         return plan
+
+    def check_plan(self, plan: BatchPlan, length: int) -> None:
+        """Refuses a plan of rows that this machine cannot hold, and warns of one that leaves a pipeline idle."""
+        check_rows(f"plans.{plan.purpose}", plan, length, _length_key(self.config))
+        self._warn_of_bubbles(plan)
 
     def _warn_of_bubbles(self, plan: BatchPlan) -> None:
         pipe = axis_size(self.mesh, "pipe")

@@ -157,14 +157,25 @@ def work_on(
     purposes: of forward passes over all rows beside "eval", in batches of as many rows as an update has.
     """
     config, length = base.config, train["tokens"].shape[1]
-    needed = ["train", *purposes, *(["eval"] if count(held_out) else [])]
-    plans = planned(base, lambda base: base.plans(dict.fromkeys(needed, base.config.batch.rows), length))
+    plans = update_plans(base, length, [*purposes, *(["eval"] if count(held_out) else [])])
     total = count(train)
     if not total:
         raise Refused("[data] there is no row to train on; give more data, or a smaller held_out_fraction")
     run = RunPlan(plans, updates=config.batch.updates, epochs=config.batch.epochs, dataset_rows=total)
     step = base.train_step(model, plans["train"], run)
     return kind(base, run, Stream(train, config.run.seed), held_out, step, model)
+
+
+def update_plans(
+    base: Base[SFTConfig] | Base[DPOConfig], length: int, purposes: Sequence[str]
+) -> dict[str, BatchPlan]:
+    """Makes the plan of the updates and those of other purposes, of as many rows as an update has.
+
+    Raises:
+      PlanError: a purpose has no plan, or its rows cannot be cut; it names changes of the config.
+    """
+    needed = ["train", *purposes]
+    return planned(base, lambda base: base.plans(dict.fromkeys(needed, base.config.batch.rows), length))
 
 
 def row_length(base: Base, name: str, tokens: int, sequences: int = 1) -> int:

@@ -88,6 +88,43 @@ def test_a_plan_of_post_training_is_printed_with_its_own_rows(capsys):
     assert verdict["needed"] >= verdict["estimate"]["parameters"] + verdict["kept"]["critic"]
 
 
+REFUSED = [
+    ("grpo_arithmetic", ["plans.logprob_ref=null"], r"\[logprob_ref\] needs plans.logprob_ref with"),
+    ("grpo_arithmetic", ["rollout.samples_per_prompt=1"], "samples_per_prompt ≥ 2"),
+    (
+        "grpo_arithmetic",
+        ["plans.train.rows_per_microbatch=100"],
+        "; use plans.train.rows_per_microbatch=64 or 128$",
+    ),
+    (
+        "ppo_arithmetic",
+        ["plans.critic.rows_per_microbatch=100"],
+        r"^\[critic\] .*; use plans.critic.rows_per",
+    ),
+    ("sft", ["plans.eval=null"], r"\[eval\] needs plans.eval with"),
+    ("sft", ["plans.train.max_tokens_per_microbatch=48"], "; use plans.train.max_tokens_per_microbatch=96$"),
+    ("sft", ["mesh.context=2", "conversations.sequence_length=98"], "conversations.sequence_length=100$"),
+]
+
+
+@pytest.mark.parametrize("name, changes, message", REFUSED)
+def test_what_the_command_refuses_is_not_planned(name, changes, message):
+    topology = parse_topology("cpu:2") if "mesh.context=2" in changes else ONE
+    with pytest.raises(ValueError, match=message):
+        estimated(load_config(name, [*SMALL[name], *changes]), topology)
+
+
+def test_rows_that_no_microbatch_divides_are_sized_by_full_ones():
+    """A budget of 8 rows, of which a run fills up the last microbatch; 124 rows on 4 replicas are 31 each."""
+    topology = parse_topology("v5e:2x2")
+    asked = ["mesh.data=4", *SMALL["sft"][1:]]
+    even, odd, few = (
+        estimated(load_config("sft", [*asked, f"batch.rows={n}"]), topology) for n in (128, 124, 30)
+    )
+    assert odd.estimate.temporaries == even.estimate.temporaries
+    assert few.estimate.temporaries <= even.estimate.temporaries
+
+
 def test_layouts_of_post_training_are_not_searched(capsys):
     assert main(["plan", "sft", "--topology", "gpu:h100x2", "--search", "--no-compile"]) == 2
     assert "--search tries layouts of `jaxfb train` alone" in capsys.readouterr().err

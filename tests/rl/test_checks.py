@@ -14,7 +14,7 @@ from jaxfb.config.policy import PolicyKL, RewardKL
 from jaxfb.config.post_training import PlansConfig, RLConfig, SFTConfig
 from jaxfb.losses.kl import KL_ESTIMATORS
 from jaxfb.rl.advice import changed, planned
-from jaxfb.rl.policy import _rollout_plan, make_policy_work
+from jaxfb.rl.policy import make_policy_work, rollout_plan
 from jaxfb.rl.resume import refuse_other_rollout
 from jaxfb.rl.start import check_head, make_base
 from jaxfb.rl.tasks import Arithmetic, BadJudgement, Problem, Response, checked_correct, checked_reward
@@ -34,7 +34,7 @@ def with_(*more, **sections):
 
 
 def plan_of(config):
-    return planned(make_base(config), lambda base: _rollout_plan(base, LENGTH))
+    return planned(make_base(config), lambda base: rollout_plan(base, LENGTH))
 
 
 # 16 rows a rollout, 8 an update
@@ -370,7 +370,9 @@ def test_a_task_that_changes_its_problem_ends_the_run(name):
 
     judge = {"reward": checked_reward, "is_correct": checked_correct}[name]
     problem = Problem([{"role": "user", "content": "1+1="}], "2")
-    with pytest.raises(BadJudgement, match=rf"\[task\] {name} changed the messages of the prompt .*1\+1=.*a copy"):
+    with pytest.raises(
+        BadJudgement, match=rf"\[task\] {name} changed the messages of the prompt .*1\+1=.*a copy"
+    ):
         judge(Appends(), problem, Response.of("3", np.array([51]), True))
 
 

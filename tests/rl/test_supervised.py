@@ -117,7 +117,10 @@ def test_both_answers_follow_the_same_prompt():
             "line 1: weight=0 is not read",
         ),
         ('{"tools": [{"name": "add"}], "messages": [{"role": "user", "content": "x"}]}', "line 1: tools=.*"),
-        ('{"system": "Add.", "messages": [{"role": "user", "content": "x"}]}', "line 1: system='Add.' is not read"),
+        (
+            '{"system": "Add.", "messages": [{"role": "user", "content": "x"}]}',
+            "line 1: system='Add.' is not read",
+        ),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, line, message):
@@ -148,8 +151,14 @@ def test_a_preference_that_no_tokenizer_takes_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "prompt, message",
     [
-        ({"prompt": "a", "messages": [{"role": "user", "content": "b"}]}, 'line 1 has "prompt" and "messages"'),
-        ({"prompt": [{"role": "user", "content": "b"}]}, 'needs "prompt", a string, or "messages".*got prompt='),
+        (
+            {"prompt": "a", "messages": [{"role": "user", "content": "b"}]},
+            'line 1 has "prompt" and "messages"',
+        ),
+        (
+            {"prompt": [{"role": "user", "content": "b"}]},
+            'needs "prompt", a string, or "messages".*got prompt=',
+        ),
         ({}, 'needs "prompt", a string, or "messages"'),
         ({"prompt": "a", "system": "Add."}, "line 1: system='Add.' is not read"),
     ],
@@ -236,10 +245,14 @@ def test_pairs_of_the_same_tokens_are_counted_and_not_trained_on_alone(tmp_path)
         "".join(json.dumps({"prompt": "?", "chosen": c, "rejected": r}) + "\n" for c, r in some)
     )
     write_pairs(lines)
-    with pytest.warns(UserWarning, match="2 of 3 pairs have two answers with the same tokens, and teach nothing"):
+    with pytest.warns(
+        UserWarning, match="2 of 3 pairs have two answers with the same tokens, and teach nothing"
+    ):
         made("some")
     write_pairs(lines[1:])
-    with pytest.raises(ValueError, match="nothing is learned from .*: 2 of 2 pairs have two answers with the same"):
+    with pytest.raises(
+        ValueError, match="nothing is learned from .*: 2 of 2 pairs have two answers with the same"
+    ):
         made("none")
 
 
@@ -249,7 +262,9 @@ def test_conversations_without_an_answer_are_counted(tmp_path):
     lines = [{"messages": [{"role": role, "content": text} for role, text in talk]} for talk in talks]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     section = {**SFT["conversations"], "path": str(file), "held_out_fraction": 0.0}
-    with pytest.warns(UserWarning, match="2 of 3 conversations have no message of the assistant, and weigh nothing"):
+    with pytest.warns(
+        UserWarning, match="2 of 3 conversations have no message of the assistant, and weigh nothing"
+    ):
         make_supervised_work(load_config(write(tmp_path / "run", {"conversations": section})))
 
 
