@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from jaxfb.config.post_training import DPOConfig, RLConfig, SFTConfig
-from jaxfb.refusal import instance
+from jaxfb.config.post_training import COMMANDS, DPOConfig, RLConfig, SFTConfig
+from jaxfb.refusal import Refused, instance, shown
 
 if TYPE_CHECKING:
     from jaxfb.callbacks import Callback
@@ -51,6 +51,12 @@ def post_train(
 
     kinds = (SFTConfig, DPOConfig, RLConfig)
     instance("config", config, kinds, "a config of post-training, such as jaxfb.load_config('sft')")
+    if task is not None and not isinstance(config, RLConfig):
+        raise Refused(
+            f"[task] task={shown(task)} would not be read: this is a config of `jaxfb {COMMANDS[type(config)]}`, which "
+            "learns from a file; leave task out, or give a config of `jaxfb rl`",
+            [{"task": None}],
+        )
     make = partial(make_work, task=task)
     return loop.run(make, config, loop.Start(resume, fresh, allow_changes), callbacks)
 

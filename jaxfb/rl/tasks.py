@@ -79,8 +79,8 @@ class Task(Protocol):
 
 
 class BadJudgement(Refused):
-    """Raised where a task returns a reward that is no finite number or an `is_correct` that is no bool, where it raises,
-    or where it changes its problem.
+    """Raised where a task returns a reward that is no finite number or an `is_correct` that is no bool, raises, or
+    changes its problem.
     """
 
 

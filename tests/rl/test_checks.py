@@ -376,6 +376,16 @@ def test_a_task_that_changes_its_problem_ends_the_run(name):
         judge(Appends(), problem, Response.of("3", np.array([51]), True))
 
 
+def test_a_task_for_a_config_that_reads_none_is_refused():
+    from jaxfb.config import load_config
+    from jaxfb.rl import post_train
+
+    with pytest.raises(
+        ValueError, match="task=.* would not be read: this is a config of `jaxfb sft`.*leave task out"
+    ):
+        post_train(load_config("sft"), task=Own())
+
+
 @pytest.mark.slow
 def test_a_reward_that_fails_in_the_middle_of_a_run_loses_no_update(tmp_path):
     """The first rollout is learnt, the second cannot be judged: the run is saved between them."""
