@@ -17,7 +17,7 @@ import yaml
 from jaxfb.config.custom import CustomConfig
 from jaxfb.config.fields import fields_of, sections_of
 from jaxfb.config.names import ALIASES
-from jaxfb.config.post_training import COMMANDS, KINDS
+from jaxfb.config.post_training import COMMANDS, KINDS, check_one_start
 from jaxfb.config.root import Config
 from jaxfb.config.schema import ConfigError, build, without_aliases
 from jaxfb.config.starter import runnable_starter, starter_names
@@ -81,6 +81,11 @@ def _built(root: type, values: Mapping[str, Any]) -> Any:
     """Imports the plugins first, for the names that they register are legal values."""
     if isinstance(plugins := values.get("plugins"), list | tuple):
         load_plugins(plugins)
+    model, start = values.get("model"), values.get("start")
+    if root in COMMANDS and isinstance(start, Mapping) and start.get("run") and isinstance(model, Mapping):
+        check_one_start(
+            model, model.get("from"), start["run"]
+        )  # before sizes are missed that would be refused
     return build(root, values)
 
 

@@ -27,7 +27,7 @@ from jaxfb.config.sections import AnyRunConfig, OptimizerConfig
 from jaxfb.losses.estimators import estimator_of
 from jaxfb.models.adapted import LoRA
 from jaxfb.parts import PREFERENCES
-from jaxfb.refusal import Refused
+from jaxfb.refusal import Refused, shown
 
 
 @dataclass(frozen=True)
@@ -223,6 +223,21 @@ class PostEvalConfig:
         at_least_zero("eval", temperature=self.temperature)
 
 
+def check_one_start(model: object, source: object, run: object) -> None:
+    """Refuses both or neither of what gives the sizes and the initial parameters. source: `model.from`."""
+    if source is not None and run is not None:
+        raise Refused(
+            f"[model] from={source} and start.run={run} both give the initial parameters; leave one out",
+            [{"model": None}, {"start.run": None}],
+        )
+    if (model is None) == (run is None):
+        given = "neither" if model is None else f"both; start.run={shown(run)} has its own sizes and settings"
+        raise Refused(
+            f"[model] give model, for random parameters, or start.run, for those of a run; got {given}",
+            () if model is None else [{"model": None}, {"start.run": None}],
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class PostTrainingConfig(CommonConfig):
     """Settings of every kind of post-training; `model` sizes are those of `start.run` where one is given.
@@ -241,18 +256,7 @@ class PostTrainingConfig(CommonConfig):
     lora: LoRA | None = None
 
     def __post_init__(self):
-        if self.start.run is not None and self.model is not None and self.model.from_ is not None:
-            raise Refused(
-                f"[model] from={self.model.from_} and start.run={self.start.run} both give the initial parameters; "
-                "leave one out",
-                [{"model": None}, {"start.run": None}],
-            )
-        if (self.model is None) == (self.start.run is None):
-            given = "both" if self.model else "neither"
-            raise Refused(
-                f"[model] give model, for random parameters, or start.run, for those of a run; got {given}",
-                [{"model": None}, {"start.run": None}] if self.model else (),
-            )
+        check_one_start(self.model, self.model and self.model.from_, self.start.run)
         super().__post_init__()
 
 
@@ -309,6 +313,18 @@ class RLConfig(PostTrainingConfig):
             raise Refused(
                 f"[advantage] name={self.advantage.name} {'needs' if self.critic is None else 'does not use'} "
                 f"a critic; {fix}"
+            )
+        self._check_advantage()
+
+    def _check_advantage(self) -> None:
+        """Refuses settings that the estimator does not read, where they are not at their defaults."""
+        given, default = vars(self.advantage), vars(AdvantageConfig())
+        read = {"name", *estimator_of(self.advantage.name).options}
+        for key in [key for key in given if key not in read and given[key] != default[key]]:
+            raise Refused(
+                f"[advantage] {key}={given[key]} is not read by name={self.advantage.name}; use "
+                f"advantage.{key}={default[key]}, or another advantage.name",
+                [{f"advantage.{key}": default[key]}],
             )
 
     @property

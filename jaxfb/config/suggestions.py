@@ -34,14 +34,18 @@ def _nearest(key: str, keys: list[str]) -> str | None:
         return f"optimizer.options.{OPTIMIZER_OPTIONS[name]}"
     named = [*keys, *(alias for alias, meant in ALIASES.items() if meant in keys)]
     siblings = {k.rpartition(".")[2]: k for k in named if k.rpartition(".")[0] == section}
-    anywhere = {k.rpartition(".")[2]: k for k in reversed(keys)}
+    sections = {k.rpartition(".")[0] for k in keys}
+    values = (
+        keys if not section else [k for k in keys if k not in sections]
+    )  # a key is not meant to be a section
+    anywhere = {k.rpartition(".")[2]: k for k in reversed(values)}
     known = ALIASES.get(key) or SYNONYMS.get(key) or SYNONYMS.get(name) or POLICY_SYNONYMS.get(name)
     known = known if known in keys else None
     for names in (siblings, {name: known} if known else {}, anywhere):
         close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
         if close:
             return names[close[0]]
-    return next(iter(difflib.get_close_matches(key, keys, n=1, cutoff=0.8)), None)
+    return next(iter(difflib.get_close_matches(key, values, n=1, cutoff=0.8)), None)
 
 
 def not_a_section(cls: type, values: Any, prefix: str) -> str:

@@ -66,6 +66,18 @@ def split_held_out(items: Sequence[Any], fraction: float, who: str = "conversati
     return on_side(TRAIN), on_side(HELD_OUT)
 
 
+def warn_of_shared(train: Sequence[Any], held_out: Sequence[Any], who: str) -> None:
+    """Warns of held-out items that are trained on too. who: the section of the config that it names."""
+    trained = {json.dumps(item) for item in train}
+    shared = sum(json.dumps(item) in trained for item in held_out)
+    if shared:
+        warnings.warn(
+            f"[{who}] {shared} of the {len(held_out)} items of {who}.held_out_path are trained on too, so held-out "
+            f"numbers are too good; remove them from {who}.path",
+            stacklevel=3,
+        )
+
+
 def encode_pairs(pairs: Sequence[Pair], chat: Chat) -> tuple[tuple[list, list], tuple[list, list]]:
     """Returns ((ids, counts) of the chosen, (ids, counts) of the rejected), in order; the answers count."""
 

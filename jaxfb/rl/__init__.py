@@ -54,8 +54,7 @@ def post_train(
     if task is not None and not isinstance(config, RLConfig):
         raise Refused(
             f"[task] task={shown(task)} would not be read: this is a config of `jaxfb {COMMANDS[type(config)]}`, which "
-            "learns from a file; leave task out, or give a config of `jaxfb rl`",
-            [{"task": None}],
+            "learns from a file; leave task out, or give a config of `jaxfb rl`"
         )
     make = partial(make_work, task=task)
     return loop.run(make, config, loop.Start(resume, fresh, allow_changes), callbacks)

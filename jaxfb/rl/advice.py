@@ -20,6 +20,7 @@ from jaxfb.batch_plan.refusal import around
 from jaxfb.config import config_from_dict, config_to_dict
 from jaxfb.config.policy import RolloutConfig
 from jaxfb.config.post_training import CutConfig, RLConfig
+from jaxfb.config.suggestions import as_written
 from jaxfb.mesh import data_parallel
 
 MOST = 4  # changes that a sentence offers
@@ -152,4 +153,7 @@ def _words(choices: list[dict[str, Any]]) -> str:
 
 
 def _yaml(value: Any) -> str:
-    return "null" if value is None else str(value)
+    """Returns a value as an override is written in a shell: no spaces, a list in brackets."""
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_yaml, value))}]"
+    return as_written(value)

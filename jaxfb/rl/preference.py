@@ -15,7 +15,14 @@ from typing import Any
 import numpy as np
 
 from jaxfb.config.post_training import DPOConfig
-from jaxfb.data.conversations import cut_to, encode_pairs, longest, read_preferences, split_held_out
+from jaxfb.data.conversations import (
+    cut_to,
+    encode_pairs,
+    longest,
+    read_preferences,
+    split_held_out,
+    warn_of_shared,
+)
 from jaxfb.data.token_rows import token_rows
 from jaxfb.losses.heads import log_prob_fn, policy_loss_fn
 from jaxfb.losses.preference import PreferenceLoss
@@ -101,6 +108,7 @@ def make_preference_work(config: DPOConfig) -> PreferenceWork:
     train = read_preferences(section.path)
     if section.held_out_path:
         held_out = read_preferences(section.held_out_path)
+        warn_of_shared(train, held_out, "preferences")
     else:
         train, held_out = split_held_out(train, section.held_out_fraction, "preferences")
     base.check_characters(text for pair in train for text in (pair.chosen, pair.rejected))

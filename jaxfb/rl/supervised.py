@@ -18,7 +18,7 @@ from jaxfb.batch_plan import BatchPlan, RunPlan, explain_difference
 from jaxfb.config.policy import WarmStartConfig
 from jaxfb.config.post_training import DPOConfig, SFTConfig
 from jaxfb.data.chat import Message
-from jaxfb.data.conversations import cut_to, longest, read_conversations, split_held_out
+from jaxfb.data.conversations import cut_to, longest, read_conversations, split_held_out, warn_of_shared
 from jaxfb.data.token_rows import token_rows
 from jaxfb.mesh import data_parallel
 from jaxfb.metrics import plot_losses
@@ -127,6 +127,7 @@ def make_supervised_work(config: SFTConfig) -> SupervisedWork:
     train = read_conversations(section.path)
     if section.held_out_path:
         held_out = read_conversations(section.held_out_path)
+        warn_of_shared(train, held_out, "conversations")
     else:
         train, held_out = split_held_out(train, section.held_out_fraction)
     base.check_characters(message["content"] for messages in train for message in messages)

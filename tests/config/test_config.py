@@ -308,6 +308,12 @@ def test_nothing_heavy_is_imported():
         ("plans.train.packing=1", "plans.train.packing=1 must be true or false"),
         ("advantage.name=gae", "[advantage] name=gae needs a critic; add a section critic"),
         ("start.run=runs/x", "give model, for random parameters, or start.run, for those of a run; got both"),
+        (
+            "advantage.gamma=0.9",
+            "[advantage] gamma=0.9 is not read by name=grpo; use advantage.gamma=1.0, or another",
+        ),
+        ("advantage.whiten=false", "[advantage] whiten=False is not read by name=grpo"),
+        ("task.reward=package:function", "unknown key task.reward; choose one of task.name, task.digits"),
         ("rollout.log_probs=sampler", None),
     ],
 )
@@ -319,6 +325,21 @@ def test_keys_of_a_policy_run(override, message):
     with pytest.raises(ValueError) as caught:
         load_config(path, [override])
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        (
+            "preferences.reference_free=true",
+            r"unknown key preferences\.reference_free; choose one of preferences\.path",
+        ),
+        ("model.dropout=0.1", r"got both; start\.run='runs/sft' has its own sizes and settings"),
+    ],
+)
+def test_keys_of_a_run_on_preferences(override, message):
+    with pytest.raises(ValueError, match=message):
+        load_config(CONFIGS / "dpo.yaml", [override])
 
 
 def test_a_config_of_another_command_is_refused():

@@ -408,6 +408,7 @@ REFUSED = [
     section("quickstart", "guard", spike_window=1),
     config("quickstart", guard__spikes="rollback", checkpoint__every=None),
     config("grpo_arithmetic", guard__spikes="rollback"),
+    config("grpo_arithmetic", advantage__gamma=0.9),
     config("quickstart", lr__final=100.0),
     config("quickstart", lr__warmup=10**6),
     config("quickstart", precision__frozen_dtype="bfloat16"),

@@ -43,10 +43,12 @@ BAD_PLANS = [
     ({"plans": {"train": {"num_microbatches": 3}}}, "use plans.train.num_microbatches=2 or 4$"),
     ({"plans": {"train": {"rows_per_microbatch": 4, "num_microbatches": 3}}}, r"≠ .*; use "),
     ({"plans": {"train": {"rows_per_microbatch": 100}}}, r"one microbatch is .*; use "),
+    ({"plans": {"train": {"max_tokens_per_microbatch": 32, "widths": [8, 4]}}},
+     r"use plans.train.widths=\[4,8\] with plans.train.max_tokens_per_microbatch=32$"),
     ({"plans": {"train": {"max_tokens_per_microbatch": 4}}}, "use plans.train.max_tokens_per_microbatch=8$"),
     ({"plans": {"train": {"rows_per_microbatch": 4, "packing": True}}},
      r"plans.train.packing needs a token budget; use plans.train.max_tokens_per_microbatch=32 with "
-     r"plans.train.rows_per_microbatch=null, or plans.train.packing=False$"),
+     r"plans.train.rows_per_microbatch=null, or plans.train.packing=false$"),
     ({"plans": {"logprob_old": {"num_microbatches": 2, "widths": [4, 8], "packing": True}}},
      r"\[logprob_old\] plans.logprob_old.widths and plans.logprob_old.packing need a token budget; use "),
     ({"plans": {"logprob_old": None, "logprob_ref": None}}, r"plans.logprob_old and plans.logprob_ref"),

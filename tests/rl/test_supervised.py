@@ -292,6 +292,16 @@ def test_repeated_items_are_left_out_with_a_warning():
         assert split_held_out(items, 0.0, "preferences") == (items[:2], [])
 
 
+@pytest.mark.parametrize("kind, make", [(SFT, make_supervised_work), (DPO, make_preference_work)])
+def test_held_out_items_that_are_trained_on_are_counted(tmp_path, kind, make):
+    (name,) = {"conversations", "preferences"} & {*kind}
+    section = {**kind[name], "held_out_path": kind[name]["path"]}
+    with pytest.warns(
+        UserWarning, match=rf"\[{name}\] \d+ of the \d+ items of {name}.held_out_path are trained on"
+    ):
+        make(load_config(write(tmp_path, {**kind, name: section})))
+
+
 def test_packing_of_pairs_is_refused_when_the_config_is_read(tmp_path):
     plans = {**BASE["plans"], "train": PACKED}
     with pytest.raises(
