@@ -5,10 +5,11 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
+import yaml
 from marks import some_slow
 
 from jaxfb.cli.commands import main
-from jaxfb.config import load_config
+from jaxfb.config import config_to_dict, load_config
 from jaxfb.models.generate import cache_of
 from jaxfb.planner import parse_topology
 from jaxfb.planner.verdict import estimated, plan
@@ -123,6 +124,19 @@ def test_rows_that_no_microbatch_divides_are_sized_by_full_ones():
     )
     assert odd.estimate.temporaries == even.estimate.temporaries
     assert few.estimate.temporaries <= even.estimate.temporaries
+
+
+def test_a_run_may_start_from_one_that_started_from_another(tmp_path):
+    """As after `jaxfb import-hf`, sft and dpo: the config of the second run has no model of its own."""
+    first = load_config("sft", SMALL["sft"])
+    second = load_config("dpo", [f"start.run={tmp_path / 'first'}"])
+    for name, config in (("first", first), ("second", second)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text(yaml.safe_dump(config_to_dict(config)))
+    runs = (tmp_path / "first", tmp_path / "second")
+    third = [load_config("dpo", [f"start.run={run}", "start.tokenizer=bytes", "mesh.data=1"]) for run in runs]
+    one, other = (estimated(config, ONE) for config in third)
+    assert one.needed == other.needed
 
 
 def test_layouts_of_post_training_are_not_searched(capsys):
