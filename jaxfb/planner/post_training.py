@@ -16,8 +16,7 @@ import jax.numpy as jnp
 
 from jaxfb.batch_plan.budget import context_sizes, share_of
 from jaxfb.batch_plan.plan import UPDATES, BatchPlan
-from jaxfb.config import Config, load_config
-from jaxfb.config.model import ModelConfig
+from jaxfb.config import Config
 from jaxfb.config.post_training import CutConfig, DPOConfig, PostTrainingConfig, RLConfig, SFTConfig
 from jaxfb.config.sections import BatchConfig, LearningRateConfig, RunConfig
 from jaxfb.data.config import DataConfig
@@ -34,7 +33,7 @@ from jaxfb.rl.start import Base, check_run, tokenizer_of
 from jaxfb.rl.supervised import row_length, update_plans
 from jaxfb.rl.tasks import check_task
 from jaxfb.training.from_config.dtypes import compute_dtype, param_dtype
-from jaxfb.training.from_config.sizes import POST_TRAINING, built_in, model_sizes
+from jaxfb.training.from_config.sizes import POST_TRAINING, built_in, model_section, model_sizes
 
 MANY = 10**6  # updates of a run whose length nobody asks for
 _PROMPTS: dict[str, int] = {}
@@ -164,7 +163,7 @@ def _row_length(config: PostTrainingConfig, base: Base[Any]) -> int:
 def _as_pretraining(
     config: PostTrainingConfig, sizes: TransformerConfig, length: int, cut: CutConfig, topology: Topology
 ) -> Config:
-    model = replace(_model(config), vocab_size=sizes.vocab_size, tied_embeddings=sizes.tied_embeddings)
+    model = replace(model_section(config), vocab_size=sizes.vocab_size, tied_embeddings=sizes.tied_embeddings)
     names = (
         "optimizer",
         "mesh",
@@ -185,13 +184,6 @@ def _as_pretraining(
         lr=LearningRateConfig(name="constant", warmup=0),
         **{name: getattr(config, name) for name in names},
     )
-
-
-def _model(config: Any) -> ModelConfig:
-    """Returns the section `model` of the config, or of the run that it starts from, which may have started from one."""
-    while config.model is None:
-        config = load_config(config.start.run)
-    return config.model
 
 
 def _batch(config: PostTrainingConfig, cut: CutConfig, length: int, topology: Topology) -> BatchConfig:

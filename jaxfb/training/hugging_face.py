@@ -30,7 +30,7 @@ from jaxfb.pretrained.repository import open_repository, read_json
 from jaxfb.pretrained.tensor_files import NAMES
 from jaxfb.refusal import Refused, choice
 from jaxfb.trainable import name_of
-from jaxfb.training.from_config.sizes import abstract_params
+from jaxfb.training.from_config.sizes import abstract_params, model_section
 from jaxfb.training.parameters import weights_of
 from jaxfb.training.run_dir import RunDirectory
 
@@ -214,7 +214,7 @@ def _nested(leaves: dict[str, Any]) -> dict[str, Any]:
 
 def _described(source: Path, config: Any, origin: Path | None) -> tuple[TransformerConfig, dict[str, Any]]:
     """Returns the sizes of the run's model and a config.json of it."""
-    model = config.model or load_config(config.start.run).model
+    model = model_section(config)
     if origin is not None:
         values = read_json(origin / "config.json")
         return replace(sizes_of(values), mtp_depth=getattr(model, "mtp_depth", 0)), values

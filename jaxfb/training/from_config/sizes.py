@@ -57,6 +57,13 @@ def model_sizes(config: Config | PostTrainingConfig, vocab_size: int) -> Transfo
     return with_lora(config, config.model.sized(rounded))
 
 
+def model_section(config: Any) -> Any:
+    """Returns the section `model` of a config, or of the run that it starts from, which may have started from one."""
+    while config.model is None:
+        config = load_config(config.start.run)
+    return config.model
+
+
 def with_lora(
     config: Config | PostTrainingConfig, sizes: TransformerConfig | OwnModelConfig
 ) -> TransformerConfig | OwnModelConfig:
