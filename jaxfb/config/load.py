@@ -81,12 +81,16 @@ def _built(root: type, values: Mapping[str, Any]) -> Any:
     """Imports the plugins first, for the names that they register are legal values."""
     if isinstance(plugins := values.get("plugins"), list | tuple):
         load_plugins(plugins)
-    model, start = values.get("model"), values.get("start")
-    if root in COMMANDS and isinstance(start, Mapping) and start.get("run") and isinstance(model, Mapping):
-        check_one_start(
-            model, model.get("from"), start["run"]
-        )  # before sizes are missed that would be refused
+    _check_one_start(root, values)
     return build(root, values)
+
+
+def _check_one_start(root: type, values: Mapping[str, Any]) -> None:
+    """Refuses sizes of a model beside a run to start from, before those are missed that are not given."""
+    model, start = values.get("model"), values.get("start")
+    run = start.get("run") if root in COMMANDS and isinstance(start, Mapping) else None
+    if isinstance(run, str) and isinstance(model, Mapping) and "from" not in model:
+        check_one_start(model, None, run)
 
 
 def kind_of(values: Mapping[str, Any]) -> type:

@@ -136,7 +136,7 @@ def _judged(task: Task, name: str, problem: Problem, response: Response) -> Any:
     return judged
 
 
-def _asked(problem: Problem) -> list[tuple[str, str]]:
+def _asked(problem: Problem) -> list[tuple[Any, Any]]:
     """Returns (role, content) of the messages that wait for an answer."""
     return [(message.get("role"), message.get("content")) for message in messages_of(problem)]
 
