@@ -1643,6 +1643,13 @@ MUTATIONS = (
         "checkpoint/test_checkpoint.py::test_a_step_under_the_name_of_another_is_no_step",
     ),
     Mutation(
+        "first_config_not_read_where_the_first_run_is_gone",
+        "training/from_config/sizes.py",
+        "kept if kept.is_file() and not Path(config.start.run).is_dir() else config.start.run",
+        "config.start.run",
+        "rl/test_supervised.py::test_a_run_keeps_the_config_of_the_one_that_it_started_from",
+    ),
+    Mutation(
         "second_run_in_a_directory",
         "training/run_lock.py",
         "if error.errno in TAKEN:",

@@ -33,7 +33,7 @@ from jaxfb.rl.start import Base, check_run, tokenizer_of
 from jaxfb.rl.supervised import row_length, update_plans
 from jaxfb.rl.tasks import check_task
 from jaxfb.training.from_config.dtypes import compute_dtype, param_dtype
-from jaxfb.training.from_config.sizes import POST_TRAINING, built_in, model_section, model_sizes
+from jaxfb.training.from_config.sizes import POST_TRAINING, built_in, config_with_model, model_sizes
 
 MANY = 10**6  # updates of a run whose length nobody asks for
 _PROMPTS: dict[str, int] = {}
@@ -163,7 +163,9 @@ def _row_length(config: PostTrainingConfig, base: Base[Any]) -> int:
 def _as_pretraining(
     config: PostTrainingConfig, sizes: TransformerConfig, length: int, cut: CutConfig, topology: Topology
 ) -> Config:
-    model = replace(model_section(config), vocab_size=sizes.vocab_size, tied_embeddings=sizes.tied_embeddings)
+    model = replace(
+        config_with_model(config).model, vocab_size=sizes.vocab_size, tied_embeddings=sizes.tied_embeddings
+    )
     names = (
         "optimizer",
         "mesh",

@@ -7,12 +7,13 @@ from functools import cached_property
 from typing import Any
 
 from jaxfb.batch_plan import RolloutPlan, RunPlan
+from jaxfb.config import save_yaml
 from jaxfb.config.post_training import COMMANDS
 from jaxfb.models.config import flops_per_token
 from jaxfb.refusal import Refused
 from jaxfb.rl.start import Base
 from jaxfb.training.agreement import devices_and_mesh
-from jaxfb.training.from_config.sizes import abstract_params
+from jaxfb.training.from_config.sizes import abstract_params, config_with_model
 from jaxfb.training.parameters import carry_from
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.work import Work
@@ -78,6 +79,8 @@ class PostTraining(Work):
     def write_start(self, directory: RunDirectory) -> None:
         self.base.chat.save(directory.path)
         carry_from(self.config, directory)
+        if self.config.start.run is not None:
+            save_yaml(config_with_model(self.config), directory.first_config)
 
     def state(self) -> PyTree:
         return flat(super().state())

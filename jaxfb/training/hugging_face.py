@@ -30,7 +30,7 @@ from jaxfb.pretrained.repository import open_repository, read_json
 from jaxfb.pretrained.tensor_files import NAMES
 from jaxfb.refusal import Refused, choice
 from jaxfb.trainable import name_of
-from jaxfb.training.from_config.sizes import abstract_params, model_section
+from jaxfb.training.from_config.sizes import abstract_params, config_with_model
 from jaxfb.training.parameters import weights_of
 from jaxfb.training.run_dir import RunDirectory
 
@@ -214,7 +214,7 @@ def _nested(leaves: dict[str, Any]) -> dict[str, Any]:
 
 def _described(source: Path, config: Any, origin: Path | None) -> tuple[TransformerConfig, dict[str, Any]]:
     """Returns the sizes of the run's model and a config.json of it."""
-    model = model_section(config)
+    model = config_with_model(config).model
     if origin is not None:
         values = read_json(origin / "config.json")
         return replace(sizes_of(values), mtp_depth=getattr(model, "mtp_depth", 0)), values
@@ -234,7 +234,8 @@ def _origin(source: Path, config: Any) -> Path | None:
     if (source / CARRIED / "config.json").is_file():
         return source / CARRIED
     start = getattr(config, "start", None)
-    return _origin(Path(start.run), load_config(start.run)) if start is not None and start.run else None
+    begun = None if start is None or start.run is None else Path(start.run)
+    return _origin(begun, load_config(begun)) if begun is not None and begun.is_dir() else None
 
 
 def _config(target: Path) -> dict[str, Any]:

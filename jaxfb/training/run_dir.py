@@ -2,6 +2,7 @@
 
 config.yaml plan.json tokenizer.json      what was asked for, resolved
 config.until-<update>.yaml                the config of before, where a run went on from that update with another
+start.yaml                                of post-training, the config with the model of the run that it started from
 metrics.jsonl checkpoints/<update>/       what happened
 summary.json loss.png sample.txt          what came of it
 .identity                                 a name for what lies on the hosts' own disks
@@ -33,6 +34,7 @@ FILES = (
     "config.yaml",
     "plan.json",
     "tokenizer.json",
+    "start.yaml",
     "metrics.jsonl",
     "summary.json",
     "loss.png",
@@ -65,6 +67,7 @@ class RunDirectory:
     checkpoints = _inside("checkpoints")
     metrics = _inside("metrics.jsonl")
     tokenizer = _inside("tokenizer.json")
+    first_config = _inside("start.yaml")
     summary = _inside("summary.json")
     picture = _inside("loss.png")
     sample = _inside("sample.txt")

@@ -1,6 +1,7 @@
 """`jaxfb sft` and `jaxfb dpo` from the command line, what is learnt of a conversation, and the law under packing."""
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import yaml
 
 from jaxfb.batch_plan import BatchPlan
 from jaxfb.cli.commands import main
-from jaxfb.config import load_config
+from jaxfb.config import ConfigError, load_config, save_yaml
 from jaxfb.data.chat import make_chat
 from jaxfb.data.conversations import Pair, encode_pairs, read_conversations, read_preferences, split_held_out
 from jaxfb.data.tokenizer import ByteTokenizer
@@ -19,6 +20,8 @@ from jaxfb.metrics import read_jsonl
 from jaxfb.rl.preference import make_preference_work
 from jaxfb.rl.rows import held_out_means
 from jaxfb.rl.supervised import make_supervised_work
+from jaxfb.training.from_config.sizes import config_with_model
+from jaxfb.training.run_dir import RunDirectory
 from jaxfb.types import Max, Sum
 
 DATA = Path(__file__).parent.parent.parent / "examples" / "data"
@@ -356,6 +359,25 @@ def test_sft_then_dpo_from_the_command_line_stopped_and_resumed(tmp_path, capsys
     assert answered == f"1+1\n{continued}\n"
     assert main(["sft", str(whole)]) == 2
     assert "is a config for `jaxfb dpo`, not for `jaxfb sft`" in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "sft" / "run")  # the run that it started from is not read again
+    assert main([*raw, "--tokens", "3"]) == 0
+    assert capsys.readouterr().out.split("Assistant: ")[1].split("\n")[0] == continued
+    assert main(["export-hf", str(tmp_path / "whole" / "run"), str(tmp_path / "exported")]) == 0
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_run_keeps_the_config_of_the_one_that_it_started_from(tmp_path, kept):
+    """Moved away, or read from another directory, that one is not found any more."""
+    first = load_config(write(tmp_path / "first", SFT))
+    last = load_config(write(tmp_path / "last", DPO, model=None, start={"run": "not/there"}))
+    directory = RunDirectory.of(last)
+    directory.path.mkdir(exist_ok=True)
+    if kept:
+        save_yaml(first, directory.first_config)
+        assert config_with_model(last).model == first.model
+    else:
+        with pytest.raises(ConfigError, match="not/there"):
+            config_with_model(last)
 
 
 TURNS = [{"role": "user", "content": "1+1"}]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
@@ -21,6 +22,7 @@ from jaxfb.models.transformer import init_params
 from jaxfb.refusal import Refused
 from jaxfb.trainable import stored
 from jaxfb.training.from_config.dtypes import AnyConfig, param_dtype
+from jaxfb.training.run_dir import RunDirectory
 
 PyTree = Any
 POST_TRAINING = ("post-training", "train it with jaxfb.Trainer")
@@ -39,7 +41,7 @@ def model_sizes(config: Config | PostTrainingConfig, vocab_size: int) -> Transfo
       ValueError: the config's vocabulary is smaller than the tokenizer's.
     """
     if isinstance(config, PostTrainingConfig) and config.model is None:
-        sizes = model_sizes(load_config(config.start.run or ""), vocab_size)
+        sizes = model_sizes(config_with_model(config), vocab_size)
         return with_lora(config, adapted(built_in(sizes, *POST_TRAINING), None))
     assert config.model is not None  # a config of pretraining has one
     rounded = -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
@@ -57,11 +59,21 @@ def model_sizes(config: Config | PostTrainingConfig, vocab_size: int) -> Transfo
     return with_lora(config, config.model.sized(rounded))
 
 
-def model_section(config: Any) -> Any:
-    """Returns the section `model` of a config, or of the run that it starts from, which may have started from one."""
+def config_with_model(config: Any) -> Any:
+    """Returns the config, or that of the run that it starts from, which may have started from one: the first one with a
+    section `model`.
+
+    A run keeps a copy of it, which counts where the run that it started from is no longer there.
+
+    Raises:
+      ValueError: there is neither that run nor a copy.
+    """
     while config.model is None:
-        config = load_config(config.start.run)
-    return config.model
+        kept = RunDirectory.of(config).first_config
+        config = load_config(
+            kept if kept.is_file() and not Path(config.start.run).is_dir() else config.start.run
+        )
+    return config
 
 
 def with_lora(
