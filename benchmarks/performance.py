@@ -15,7 +15,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from page import accumulation, axes, gpu, pipeline, real, real_gpu, restart, speed, whole
+from page import accumulation, axes, compile_time, gpu, pipeline, real, real_gpu, restart, speed, whole
 from page.markdown import Table, machines, settings_line
 from page.plots import Picture
 from page.section import Claim, Section, generic
@@ -24,8 +24,8 @@ ROOT = Path(__file__).parent.parent
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "performance.md"
 UNBROKEN = {"break_long_words": False, "break_on_hyphens": False}
 SECTIONS = (
-    *real.SECTIONS, *gpu.SECTIONS, *real_gpu.SECTIONS, *whole.SECTIONS, *accumulation.SECTIONS, *pipeline.SECTIONS,
-    *speed.SECTIONS, *axes.SECTIONS, *restart.SECTIONS,
+    *real.SECTIONS, *gpu.SECTIONS, *real_gpu.SECTIONS, *compile_time.SECTIONS, *whole.SECTIONS,
+    *accumulation.SECTIONS, *pipeline.SECTIONS, *speed.SECTIONS, *axes.SECTIONS, *restart.SECTIONS,
 )  # fmt: skip
 HEAD, GUIDE = ((ROOT / "benchmarks" / "page" / name).read_text() for name in ("head.md", "guide.md"))
 

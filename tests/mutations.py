@@ -416,11 +416,11 @@ MUTATIONS = (
         "planner/test_formula_frozen.py::test_adapters_on_one_chip_are_near_the_compiler",
     ),
     Mutation(
-        "scores_at_once_as_those_of_a_ring",
+        "exchanged_heads_counted_as_cut_sequences",
         "planner/counts.py",
-        'context_method(config, sizes, topology) != "ring"',
-        'context_method(config, sizes, topology) == "all_gather"',
-        "planner/test_formula.py::test_scores_that_exist_at_once_are_counted_whole",
+        'return None if method == "all_to_all" else method',
+        "return method",
+        "planner/test_formula.py::test_heads_in_place_of_tokens_attend_as_on_one_device",
     ),
     Mutation(
         "gradients_of_frozen_matrices",
@@ -1627,6 +1627,13 @@ MUTATIONS = (
         "return [reduce(jax.lax.add, products), *rest] if part else rest",
         "return [reduce(jax.lax.add, products)] if part else rest",
         "parallel/test_totals.py::test_a_checksum_is_the_same_on_the_host_on_one_device_and_on_any_mesh",
+    ),
+    Mutation(
+        "exchanged_heads_attend_without_a_kernel",
+        "models/attend.py",
+        'backend="xla" if backend == "xla" else "auto", window=window)',
+        'backend="xla", window=window)',
+        "models/test_splash.py::test_heads_in_place_of_tokens_attend_by_the_kernel",
     ),
     Mutation(
         "run_goes_on_in_the_directory_of_another",

@@ -10,7 +10,7 @@ import jax
 from jaxfb.models import splash, splash_gather, splash_ring
 from jaxfb.models.attention import Attend, choose_backend, packed_attention
 from jaxfb.models.config import TransformerConfig
-from jaxfb.parallel.context import context_attention, size_here
+from jaxfb.parallel.context import context_attention, exchanged, size_here
 from jaxfb.parallel.scores import PLAIN
 from jaxfb.parallel.tensor import on_head_shards
 
@@ -25,18 +25,26 @@ def attend_to(config: TransformerConfig, segments: jax.Array | None) -> Attend:
 
 
 def _attend_packed(query, key, value, scores=PLAIN, *, segments, backend, context, window):
-    if size_here() > 1:
-        context = context_method(context, backend, query, key)
-        attend = _context_kernel(context, window, query, key) if backend in KERNELS else None
-        if attend is not None:
-            return _on_head_shards(attend, query, key, value, scores, segments), None
-        attend = partial(context_attention, method=context, window=window)
-        return attend(query, key, value, scores, segments=segments), None
+    if size_here() == 1:
+        return _whole(query, key, value, scores, segments, backend=backend, window=window), None
+    context = context_method(context, backend, query, key)
+    if context == "all_to_all":
+        attend = partial(_whole, backend="xla" if backend == "xla" else "auto", window=window)
+        return exchanged(attend, query, key, value, scores, segments), None
+    attend = _context_kernel(context, window, query, key) if backend in KERNELS else None
+    if attend is not None:
+        return _on_head_shards(attend, query, key, value, scores, segments), None
+    attend = partial(context_attention, method=context, window=window)
+    return attend(query, key, value, scores, segments=segments), None
+
+
+def _whole(query, key, value, scores, segments, *, backend, window):
+    """Returns attention over whole rows; a kernel runs on each tensor shard."""
     chosen = choose_backend(backend, query, key, packed=segments is not None, plain=scores.are_plain)
     attend = partial(packed_attention, backend=chosen, window=window)
     if chosen == "xla":
-        return attend(query, key, value, scores, segments=segments), None
-    return _on_head_shards(attend, query, key, value, scores, segments), None
+        return attend(query, key, value, scores, segments=segments)
+    return _on_head_shards(attend, query, key, value, scores, segments)
 
 
 def context_method(asked: str, backend: str, query: jax.Array, key: jax.Array) -> str:

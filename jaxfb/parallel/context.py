@@ -9,6 +9,7 @@ Softmax statistics and sums are float32 (float64 for float64 inputs).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -149,9 +150,8 @@ def context_attention(
       scores: soft cap and sinks.
       segments: i32[R, T/context] document ids, or None.
       method: "ring" passes keys and values around, hidden behind the compute, and never holds more than two
-        devices' share of them; "all_gather" gathers them all (the built-in transformer does both by kernels on a TPU,
-        `jaxfb.models.splash_ring` and `splash_gather`); "all_to_all" exchanges tokens for heads (Ulysses; C must
-        divide G) and so runs any attention kernel.
+        devices' share of them; "all_gather" gathers them all; "all_to_all" exchanges tokens for heads (Ulysses; C must
+        divide G). The built-in transformer runs kernels of one device in all three (`jaxfb.models.attend`).
       window: a token sees itself and the window - 1 tokens before it; None: all before it.
     Returns:
       float[R, T/context, H, K].
@@ -159,10 +159,10 @@ def context_attention(
     if segments is None:
         segments = jnp.ones(query.shape[:2], jnp.int32)
     if size_here() == 1:
-        places = token_index(query.shape[1])
-        mask = visible(places, places, segments, segments, window)
-        return _attended(query, key, value, scores.sinks, mask, scores.softcap)
-    return {"ring": ring, "all_gather": gathered, "all_to_all": exchanged}[method](
+        return _attended_whole(query, key, value, scores, segments, window)
+    if method == "all_to_all":
+        return exchanged(partial(_attended_whole, window=window), query, key, value, scores, segments)
+    return {"ring": ring, "all_gather": gathered}[method](
         query, key, value, scores.sinks, segments, window, scores.softcap
     )
 
@@ -176,15 +176,32 @@ def gathered(query, key, value, sinks, segments, window=None, softcap=None) -> j
     return _attended(query, gather(key), gather(value), sinks, mask, softcap)
 
 
-def exchanged(query, key, value, sinks, segments, window=None, softcap=None) -> jax.Array:
-    """Computes attention on whole sequences for 1/C of the heads (DeepSpeed-Ulysses, arXiv:2309.14509)."""
+def exchanged(
+    attend: Callable[..., jax.Array],
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    scores: Scores,
+    segments: jax.Array | None,
+) -> jax.Array:
+    """Computes attention on whole sequences for 1/C of the heads (DeepSpeed-Ulysses, arXiv:2309.14509).
+
+    Args:
+      attend: (query [R, T * C, H / C, K], key, value [R, T * C, G / C, K], scores, segments i32[R, T * C] or None) ->
+        [R, T * C, H / C, K], any causal attention on one device.
+      query: float[R, T, H, K].  key, value: float[R, T, G, K], in zigzag order.
+      segments: i32[R, T], or None.
+    Returns:
+      float[R, T, H, K].
+    Raises:
+      ValueError: C does not divide G.
+    """
     size = size_here()
     if key.shape[2] % size:
         raise Refused(
             f"context attention by all_to_all needs kv heads that context {size} divides, got {key.shape[2]}; "
             'use "ring"'
         )
-    length = query.shape[1] * size
     back = _places_of_all(query.shape[1])
     order = jnp.argsort(back)
 
@@ -192,12 +209,20 @@ def exchanged(query, key, value, sinks, segments, window=None, softcap=None) -> 
         return jnp.take(lax.all_to_all(x, AXIS, split_axis=2, concat_axis=1, tiled=True), order, axis=1)
 
     q, k, v = to_heads(query), to_heads(key), to_heads(value)
-    whole = jnp.take(lax.all_gather(segments, AXIS, axis=1, tiled=True), order, axis=1)
-    mask = visible(jnp.arange(length), jnp.arange(length), whole, whole, window)
-    if sinks is not None:
-        sinks = lax.dynamic_slice_in_dim(sinks, lax.axis_index(AXIS) * q.shape[2], q.shape[2])
-    out = _attended(q, k, v, sinks, mask, softcap)
-    return lax.all_to_all(jnp.take(out, back, axis=1), AXIS, split_axis=1, concat_axis=2, tiled=True)
+    if segments is not None:
+        segments = jnp.take(lax.all_gather(segments, AXIS, axis=1, tiled=True), order, axis=1)
+    if scores.sinks is not None:
+        here = lax.dynamic_slice_in_dim(scores.sinks, lax.axis_index(AXIS) * q.shape[2], q.shape[2])
+        scores = scores._replace(sinks=here)
+    out = jnp.take(attend(q, k, v, scores, segments), back, axis=1)
+    return lax.all_to_all(out, AXIS, split_axis=1, concat_axis=2, tiled=True)
+
+
+def _attended_whole(query, key, value, scores, segments, window) -> jax.Array:
+    """Computes attention to the keys of whole rows, whose scores exist at once."""
+    places = jnp.arange(query.shape[1])
+    mask = visible(places, places, segments, segments, window)
+    return _attended(query, key, value, scores.sinks, mask, scores.softcap)
 
 
 def _attended(query, key, value, sinks, mask, softcap) -> jax.Array:

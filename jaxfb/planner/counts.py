@@ -393,25 +393,36 @@ def turns_of_layers(config: Config) -> float:
 
 def runs_flash(config: Config, sizes: TransformerConfig, topology: Topology) -> bool:
     """Returns True if attention never makes scores: GPUs run cuDNN's and a TPU splash, where they can."""
-    dtype, context = jnp.dtype(config.precision.compute_dtype), config.mesh.context
-    length = config.data.sequence_length
+    dtype, mesh = jnp.dtype(config.precision.compute_dtype), config.mesh
     if topology.platform == "cpu" or sizes.attention == "xla":
         return False
+    attends = attends_over(config, sizes, topology)
     if topology.platform == "gpu":
-        return context == 1 and dtype.itemsize == 2 and sizes.variant.has_plain_scores
-    if context > 1:
-        method = context_method(config, sizes, topology)
-        kernels = method == "all_gather" or (method == "ring" and sizes.window is None)
-        return kernels and _context_refusal(config, sizes, method == "all_gather") is None
-    return splash.refused_sizes(dtype, length, sizes.head_size) is None
+        return attends is None and dtype.itemsize == 2 and sizes.variant.has_plain_scores
+    if attends is None:
+        if sizes.num_kv_heads // mesh.context % mesh.tensor and mesh.context > 1:
+            return False
+        return splash.refused_sizes(dtype, config.data.sequence_length, sizes.head_size) is None
+    kernels = attends == "all_gather" or (attends == "ring" and sizes.window is None)
+    return kernels and _context_refusal(config, sizes, attends == "all_gather") is None
+
+
+def attends_over(config: Config, sizes: TransformerConfig, topology: Topology) -> str | None:
+    """Returns how devices of a context axis attend to each other's keys; None where each attends to whole sequences, as
+    with all_to_all.
+    """
+    if config.mesh.context == 1:
+        return None
+    method = context_method(config, sizes, topology)
+    return None if method == "all_to_all" else method
 
 
 def scores_at_once(config: Config, sizes: TransformerConfig, topology: Topology) -> bool:
-    """Returns True if a device makes all scores of its queries, or heads, at once, those that are masked too: over a
-    context axis without kernels, but for a ring.
+    """Returns True if a device makes all scores of its queries at once, those that are masked too: to gathered keys,
+    without kernels.
     """
-    flash = runs_flash(config, sizes, topology)
-    return config.mesh.context > 1 and not flash and context_method(config, sizes, topology) != "ring"
+    gathered = attends_over(config, sizes, topology) == "all_gather"
+    return gathered and not runs_flash(config, sizes, topology)
 
 
 def context_method(config: Config, sizes: TransformerConfig, topology: Topology) -> str:

@@ -8,6 +8,7 @@ from jaxfb.config import Config
 from jaxfb.forward_backward.overwriting import overwriting_pays
 from jaxfb.models.config import TransformerConfig, seen_share
 from jaxfb.planner.counts import (
+    attends_over,
     computed_bytes,
     context_method,
     copied_numbers,
@@ -271,5 +272,6 @@ def _scores(config: Config, sizes: TransformerConfig, topology: Topology) -> flo
     if scores_at_once(config, sizes, topology):
         numbers = _SCORES_AT_ONCE / computed_bytes(config) * config.data.sequence_length
         return numbers * sizes.num_heads / config.mesh.tensor
-    length = config.data.sequence_length // config.mesh.context
+    around = 1 if attends_over(config, sizes, topology) is None else config.mesh.context
+    length = config.data.sequence_length // around
     return _SCORES_KEPT * sizes.num_heads * length * seen_share(sizes, length) / config.mesh.tensor

@@ -12,6 +12,7 @@ from jaxfb.models.config import TransformerConfig, flops_per_token, seen_share
 from jaxfb.models.pattern import stack_of
 from jaxfb.planner.chips import Chip
 from jaxfb.planner.counts import (
+    attends_over,
     attention_flops,
     computed_bytes,
     context_method,
@@ -132,10 +133,10 @@ def _flops_of_kernels(config: Config, sizes: TransformerConfig, topology: Topolo
         return 3 * attention_flops(config, sizes) * (2 / counted - 1) * (1 + again)
     if topology.platform != "tpu" or not runs_flash(config, sizes, topology):
         return 0.0
-    length, context = config.data.sequence_length, config.mesh.context
-    attention = 3 * attention_flops(config, sizes)
+    length, attention = config.data.sequence_length, 3 * attention_flops(config, sizes)
     # the context axis cuts a row into twice its size
-    together = length if context == 1 else length // (2 * context)
+    whole = attends_over(config, sizes, topology) is None
+    together = length if whole else length // (2 * config.mesh.context)
     blocks = 1 + splash.block_size(together) / length
     return attention * ((1.5 + again) * blocks * waiting_turns(config) - 1 - again)
 

@@ -243,6 +243,13 @@ def test_a_layer_runs_the_forward_kernel_once_unless_it_is_recomputed_whole(size
     assert not shared_functions_with_manual_parts(text)
 
 
+@pytest.mark.parametrize("remat, forward", [("full", 2), ("selective", 1)])
+def test_heads_in_place_of_tokens_attend_by_the_kernel(remat, forward):
+    test_a_layer_runs_the_forward_kernel_once_unless_it_is_recomputed_whole(
+        dict(data=2, context=2), remat, dict(context_attention="all_to_all"), forward
+    )
+
+
 def shared_functions_with_manual_parts(text: str) -> list[str]:
     """Functions with a `shard_map` in them that are called twice: on those XLA for TPUs ends the process."""
     bodies = re.findall(r"func\.func private @(\w+)\((.*?)\n  }", text, re.DOTALL)

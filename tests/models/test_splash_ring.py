@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from jaxfb.models.splash import splash_attention
 from jaxfb.models.splash_gather import splash_gathered
 from jaxfb.models.splash_ring import splash_ring
 from jaxfb.parallel import context
@@ -25,6 +26,12 @@ def integers_of_32_bits():
         yield
 
 
+def exchanged(query, key, value, scores, *, segments, **how):
+    """Heads in place of tokens, and the kernel of one device on whole sequences."""
+    attend = lambda q, k, v, scores, ids: splash_attention(q, k, v, ids, scores, **how)  # noqa: E731
+    return context.exchanged(attend, query, key, value, scores, segments)
+
+
 RING, GATHERED = splash_ring, splash_gathered
 
 
@@ -38,6 +45,8 @@ RING, GATHERED = splash_ring, splash_gathered
         (GATHERED, 3, True, 2.0, None),
         (GATHERED, 4, True, None, 200),  # ends within a block
         (GATHERED, 2, False, None, 129),
+        (exchanged, 2, False, None, None),
+        (exchanged, 2, True, None, 200),
     ],
 )
 def test_kernels_have_the_numbers_of_the_ring_that_makes_scores(kernels, size, packed, softcap, window):
