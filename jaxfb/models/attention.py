@@ -183,9 +183,17 @@ def choose_backend(backend: str, query: Any, key: Any, *, packed: bool, plain: b
     return backend
 
 
+def runs_cudnn(backend: str, query: Any, *, packed: bool, plain: bool) -> bool:
+    """Returns whether a config's setting is cuDNN's attention for these queries on a GPU; arguments as those of
+    `choose_backend`.
+    """
+    wanted = backend == "cudnn" or (backend == "auto" and compute_capability() >= 8)
+    return wanted and _cudnn_refusal(query, packed, plain) is None
+
+
 def _best(query: Any, key: Any, packed: bool, plain: bool) -> str:
     platform, in_engine = platform_here(), not jax.sharding.get_abstract_mesh().empty
-    if platform == "gpu" and compute_capability() >= 8 and _cudnn_refusal(query, packed, plain) is None:
+    if platform == "gpu" and runs_cudnn("auto", query, packed=packed, plain=plain):
         return "cudnn"
     if platform == "tpu" and in_engine and splash.refusal(query, key) is None:
         return "splash"
@@ -195,13 +203,15 @@ def _best(query: Any, key: Any, packed: bool, plain: bool) -> str:
 def check_backend(config: TransformerConfig, mesh: Mesh, dtype: Any, length: int, *, packed: bool) -> None:
     """Raises the ValueError of `choose_backend` that a layer of the engine would, before anything is traced.
 
-    A context axis has its own attention, so there is nothing to refuse.
+    A context axis has its own attention, so there is nothing to refuse, but where it exchanges tokens for heads: then
+    each device attends to whole rows.
     """
-    if axis_size(mesh, "context") > 1:
+    context = axis_size(mesh, "context")
+    if context > 1 and config.context_attention != "all_to_all":
         return
     inside = mesh.abstract_mesh.update_axis_types({axis: AxisType.Manual for axis in manual_axes(mesh)})
     query, key = (
-        jax.ShapeDtypeStruct((1, length, heads, config.head_size), dtype)
+        jax.ShapeDtypeStruct((1, length, heads // context, config.head_size), dtype)
         for heads in (config.num_heads, config.num_kv_heads)
     )
     with jax.sharding.use_abstract_mesh(inside):

@@ -52,7 +52,7 @@ class TransformerConfig:
     window:          attention sees a token itself and the window - 1 tokens before it (Mistral's sliding window);
                      None: all before it.
     context_attention: how the parts of a sequence that a context axis cuts attend to each other: "auto": "all_gather"
-                     on TPUs, where its kernel can run, else "ring"; or one of these, or "all_to_all"
+                     on TPUs and "all_to_all" on GPUs, where their kernels can run, else "ring"; or one of these
                      (`jaxfb.parallel.context`).
     sequence_parallel: between the parts of a layer (norms, dropout, residual sums) each device of the tensor
                      axis holds its share of the tokens (`jaxfb.parallel.tensor.residual_stream`).

@@ -16,6 +16,7 @@ from jaxfb.forward_backward.ahead import gathers_ahead, halves_pay
 from jaxfb.forward_backward.last_microbatch import obstacle_to_overlap, overlaps
 from jaxfb.models import splash, splash_gather
 from jaxfb.models.adapted import lora_of
+from jaxfb.models.attend import LONGEST_PACKED
 from jaxfb.models.config import TransformerConfig, num_params, seen_share
 from jaxfb.models.layout import layers_of_stages
 from jaxfb.models.pattern import stack_of
@@ -429,8 +430,19 @@ def context_method(config: Config, sizes: TransformerConfig, topology: Topology)
     """Returns how devices of a context axis attend to each other's tokens, as `models.attend.context_method`."""
     if sizes.context_attention != "auto":
         return sizes.context_attention
+    if topology.platform == "gpu":
+        return "all_to_all" if _exchange_pays(config, sizes) else "ring"
     kernels = topology.platform == "tpu" and sizes.attention != "xla"
     return "all_gather" if kernels and _context_refusal(config, sizes, gathers=True) is None else "ring"
+
+
+def _exchange_pays(config: Config, sizes: TransformerConfig) -> bool:
+    """Returns whether cuDNN's kernel takes whole sequences of the heads that an exchange leaves on a GPU."""
+    packed = config.data.packing != "stream" and config.data.sequence_length > LONGEST_PACKED
+    cut = sizes.num_kv_heads % (config.mesh.context * config.mesh.tensor) == 0
+    two_bytes = jnp.dtype(config.precision.compute_dtype).itemsize == 2
+    fits = sizes.head_size % 8 == 0 and sizes.head_size <= 128 and sizes.variant.has_plain_scores
+    return sizes.attention != "xla" and cut and not packed and two_bytes and fits
 
 
 def _context_refusal(config: Config, sizes: TransformerConfig, gathers: bool) -> str | None:

@@ -143,13 +143,16 @@ def takes_flash(config: Config, topology: Topology) -> bool:
     Raises:
       ValueError: "cudnn" was asked for where it cannot run.
     """
+    from jaxfb.planner.counts import attends_over
     from jaxfb.planner.job import abstract_device, abstract_mesh, model_sizes
     from jaxfb.training.from_config.sizes import check_attention
 
     chosen = getattr(config.model, "attention", None)
-    if chosen not in ("auto", "cudnn") or config.mesh.context > 1:
+    if chosen not in ("auto", "cudnn"):
         return False
     asked = with_attention(config, "cudnn")
+    if attends_over(asked, model_sizes(asked), topology) is not None:
+        return False
     mesh: Any = abstract_mesh(config, topology.num_devices, abstract_device(topology))
     try:
         check_attention(asked, model_sizes(asked), mesh)

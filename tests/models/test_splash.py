@@ -17,7 +17,7 @@ import jaxfb
 from jaxfb.config import load_config
 from jaxfb.forward_backward import Microbatches
 from jaxfb.mesh import AXES
-from jaxfb.models import splash
+from jaxfb.models import attend, attention, splash
 from jaxfb.models.attend import context_method
 from jaxfb.models.attention import check_backend, choose_backend, packed_attention
 from jaxfb.models.config import TransformerConfig
@@ -137,7 +137,7 @@ def test_over_a_context_axis_auto_gathers_keys_where_a_kernel_takes_them_and_els
         shapes = (jax.ShapeDtypeStruct((1, length, n, 128), jnp.bfloat16) for n in (4, 2))
         mesh = in_engine(tpu_mesh(context=2, fsdp=2))
         with jax.sharding.use_abstract_mesh(mesh if platform == "tpu" else mesh.update(abstract_device=None)):
-            return context_method(asked, backend, *shapes)
+            return context_method(asked, backend, *shapes, packed=True)
 
     assert chosen() == chosen(backend="splash") == "all_gather"
     assert chosen(backend="xla") == chosen(length=64) == chosen(platform="cpu") == "ring"
@@ -145,15 +145,33 @@ def test_over_a_context_axis_auto_gathers_keys_where_a_kernel_takes_them_and_els
     assert [chosen(asked) for asked in ("ring", "all_to_all")] == ["ring", "all_to_all"]
 
 
+def test_over_a_context_axis_of_gpus_auto_exchanges_tokens_for_heads_where_a_kernel_takes_them(monkeypatch):
+    for module in (attend, attention, splash):
+        monkeypatch.setattr(module, "platform_here", lambda: "gpu")
+    monkeypatch.setattr(attention, "compute_capability", lambda: 9.0)
+
+    def chosen(backend="auto", heads=8, length=32768, tensor=1, packed=True, **scores) -> str:
+        shapes = (jax.ShapeDtypeStruct((1, length // 2, n, 128), jnp.bfloat16) for n in (2 * heads, heads))
+        with jax.sharding.use_abstract_mesh(in_engine(tpu_mesh(context=2, tensor=tensor))):
+            return context_method("auto", backend, *shapes, packed=packed, **scores)
+
+    assert {chosen(), chosen("cudnn"), chosen(length=2**17, packed=False), chosen(tensor=4)} == {"all_to_all"}
+    assert {chosen("xla"), chosen(length=2**17), chosen(heads=3), chosen(tensor=8)} == {"ring"}
+    assert chosen(plain=False) == "ring"
+
+
 def test_the_planner_chooses_as_the_model_does_over_a_context_axis():
-    def counted(topology="v5p:2x2x2", length=65536, **options) -> str:
+    def counted(topology="v5p:2x2x2", length=65536, packing="concat", **options) -> str:
         given = [f"model.{name}={value}" for name, value in options.items()]
-        config = load_config("configs/8b.yaml", ["mesh.cp=4", f"data.sequence_length={length}", *given])
+        given += ["mesh.cp=4", f"data.sequence_length={length}", f"data.packing={packing}"]
+        config = load_config("configs/8b.yaml", given)
         return counts.context_method(config, model_sizes(config), parse_topology(topology))
 
     assert counted() == "all_gather"
-    assert counted(attention="xla") == counted(length=512) == counted("gpu:h100x8") == "ring"
+    assert counted(attention="xla") == counted(length=512) == "ring"
     assert counted(context_attention="all_to_all") == "all_to_all"
+    assert counted("gpu:h100x8", 32768) == counted("gpu:h100x8", packing="stream") == "all_to_all"
+    assert counted("gpu:h100x8") == counted("gpu:h100x8", 32768, num_kv_heads=2) == "ring"
 
 
 def test_where_integers_have_64_bits_attention_is_plain():

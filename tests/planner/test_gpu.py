@@ -65,8 +65,10 @@ def test_flash_attention_where_it_will_run():
     config = load_config("configs/8b.yaml", LAYERS)
     machine = parse_topology("gpu:h100x8")
     assert gpu.takes_flash(config, machine)
-    for change in ("model.attention=xla", "precision.compute_dtype=float32", "mesh.context=2"):
-        assert not gpu.takes_flash(load_config("configs/8b.yaml", [*LAYERS, change]), machine)
+    ring = ["mesh.context=2", "model.context_attention=ring"]
+    assert gpu.takes_flash(load_config("configs/8b.yaml", [*LAYERS, ring[0]]), machine)
+    for changes in (["model.attention=xla"], ["precision.compute_dtype=float32"], ring):
+        assert not gpu.takes_flash(load_config("configs/8b.yaml", [*LAYERS, *changes]), machine)
     asked = ["model.attention=cudnn", "precision.compute_dtype=float32"]
     with pytest.raises(ValueError, match="not float32; use compute_dtype='bfloat16'"):
         plan(load_config("configs/8b.yaml", [*LAYERS, *asked]), machine, compiles=False)
