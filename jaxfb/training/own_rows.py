@@ -16,7 +16,7 @@ import numpy as np
 from jaxfb.batch_plan import Window
 from jaxfb.data.mixture import MixedOrder, MixedSources, Mixture
 from jaxfb.data.order import row_order
-from jaxfb.refusal import Refused
+from jaxfb.refusal import Refused, shown
 from jaxfb.training.row_digits import fingerprint
 
 PyTree = Any
@@ -60,7 +60,10 @@ def own_rows(data: Any, seed: int) -> OwnRows:
         return _Mixed(data, seed)
     if _is_sequence(data):
         return _Indexed(
-            lambda index: data[index], len(data), seed, data if isinstance(data, list | tuple) else None
+            lambda index: _kept(data[index]),
+            len(data),
+            seed,
+            data if isinstance(data, list | tuple) else None,
         )
     if _is_stream(data):
         return _Streamed(data)
@@ -97,6 +100,7 @@ class _Indexed:
         return {"num_rows": self.num_rows}  # the place among them follows from the number of updates
 
     def restore(self, position: Mapping[str, Any]) -> None:
+        _check_kind(position, "num_rows")
         if position["num_rows"] != self.num_rows:
             raise Refused(
                 f"[data] the saved run had {position['num_rows']} rows, these are {self.num_rows}; use its data, or "
@@ -140,6 +144,7 @@ class _Mixed:
         return {"mixture": self._order.to_dict()}
 
     def restore(self, position: Mapping[str, Any]) -> None:
+        _check_kind(position, "mixture")
         self._order = self._order.continued(position["mixture"], position["start"])
 
     def _row(self, position: int) -> PyTree:
@@ -166,7 +171,8 @@ class _Streamed:
     def read(self, window: Window, here: np.ndarray) -> PyTree:
         while self._consumed < window.start:  # rows of a short window that was dropped
             self._next()
-        rows = [self._next() for _ in range(window.rows)]
+        mine = set(map(int, here))
+        rows = [_kept(self._next()) if place in mine else self._next() for place in range(window.rows)]
         return _batch(rows.__getitem__, window, here)
 
     def fingerprint(self) -> str | None:
@@ -179,6 +185,7 @@ class _Streamed:
         return {"consumed_rows": self._consumed, "state": state}
 
     def restore(self, position: Mapping[str, Any]) -> None:
+        _check_kind(position, "consumed_rows")
         state = position["state"]
         if state is not None and hasattr(self._rows, "set_state"):
             self._rows.set_state(state["bytes"].encode("latin-1") if set(state) == {"bytes"} else state)
@@ -196,6 +203,22 @@ class _Streamed:
             ) from None
         self._consumed += 1
         return row
+
+
+_KINDS = {
+    "num_rows": "arrays or a sequence of rows",
+    "consumed_rows": "an iterable of rows",
+    "mixture": "a Mixture",
+}
+"""What the data of a saved position is, by the entry that only such a position has."""
+
+
+def _check_kind(position: Mapping[str, Any], entry: str) -> None:
+    if entry not in position:
+        saved = next((kind for name, kind in _KINDS.items() if name in position), "other data")
+        raise Refused(
+            f"[data] the saved run read {saved}, this is {_KINDS[entry]}; use its data, or another run.dir"
+        )
 
 
 def _is_sequence(data: Any) -> bool:
@@ -221,4 +244,21 @@ def _batch(row: Callable[[int], PyTree], window: Window, here: np.ndarray) -> Py
     rows = {place: row(place) for place in map(int, here) if place < window.rows}
     example = next(iter(rows.values())) if rows else row(0)
     zeros = jax.tree.map(lambda leaf: np.zeros_like(np.asarray(leaf)), example)
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *[rows.get(int(place), zeros) for place in here])
+    return _stacked([rows.get(int(place), zeros) for place in here])
+
+
+def _kept(row: PyTree) -> PyTree:
+    """Returns a row that stays as it is where its source writes the next one into the same arrays."""
+    return jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else np.array(leaf), row)
+
+
+def _stacked(rows: list[PyTree]) -> PyTree:
+    """Returns rows as a batch; ValueError where they are not alike."""
+    first = jax.tree.map(np.shape, rows[0])
+    for row in rows:
+        if (shapes := jax.tree.map(np.shape, row)) != first:
+            raise Refused(
+                f"[data] the rows of an update must be trees of the same shapes, but one is {shown(first)} and "
+                f"another {shown(shapes)}; pad them to one length, and leave out what only some have"
+            )
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *rows)

@@ -28,7 +28,8 @@ NOT_DATA = {
         pretrained/export.py::export_arrays training/hugging_face.py::_export_files training/hugging_face.py::import_run
         rl/work.py::PostTraining.check_same_text training/changes.py::check_changes
         training/dump.py::read_dump training/loop.py::_check_stop training/own_rows.py::_Indexed.restore
-        training/run_dir.py::RunDirectory.check training/run_dir.py::RunDirectory.refuse_unless_free
+        training/own_rows.py::_check_kind training/run_dir.py::RunDirectory.check
+        training/run_dir.py::RunDirectory.refuse_unless_free
         training/run_dir.py::RunDirectory.refuse_unless_run training/session.py::Run._check_newest
     """,
     "a flag of the command line": """

@@ -262,6 +262,51 @@ def test_a_generator_is_an_iterable_of_rows(tmp_path):
 
 
 @pytest.mark.slow
+class OneBuffer:
+    """Rows whose arrays are written anew for each; with a length, a sequence of them."""
+
+    def __init__(self):
+        self.row = {name: np.empty_like(leaf[0]) for name, leaf in rows().items()}
+
+    def __getitem__(self, index):
+        for name, leaf in rows().items():
+            self.row[name][...] = leaf[index]
+        return self.row
+
+    def __iter__(self):
+        return (self[index] for index in range(ROWS))
+
+
+class CountedBuffer(OneBuffer):
+    def __len__(self):
+        return ROWS
+
+
+@pytest.mark.parametrize("source", [OneBuffer, CountedBuffer])
+def test_rows_may_be_read_into_one_buffer(tmp_path, source):
+    apart = [{name: leaf[index] for name, leaf in rows().items()} for index in range(ROWS)]
+    trainer(tmp_path / "one", data=source(), updates=3).train()
+    trainer(tmp_path / "apart", data=iter(apart) if source is OneBuffer else apart, updates=3).train()
+    assert losses(tmp_path / "one") == losses(tmp_path / "apart")
+
+
+@pytest.mark.parametrize("other", [{"x": np.ones(4)}, {"more": 1.0}])
+def test_rows_that_are_not_alike_are_refused(tmp_path, other):
+    data = (
+        {name: leaf[index] for name, leaf in rows().items()} | (other if index else {})
+        for index in range(ROWS)
+    )
+    with pytest.raises(ValueError, match="rows of an update must be trees of the same shapes"):
+        trainer(tmp_path, data=data, updates=1).train()
+
+
+def test_data_of_another_kind_does_not_continue_a_run(tmp_path):
+    trainer(tmp_path, run={"stop_at": 2}).train()
+    each = [{name: leaf[index] for name, leaf in rows().items()} for index in range(ROWS)]
+    with pytest.raises(ValueError, match="saved run read arrays or a sequence of rows, this is an iterable"):
+        trainer(tmp_path, data=iter(each)).train(resume=True)
+
+
 def test_callbacks_change_the_gradients_before_the_clip(tmp_path):
     """Halved twice, then clipped: a run with a quarter of the loss; the norm in the record is that of the changed."""
 
