@@ -142,11 +142,23 @@ def learning_rate_of(
     and an `Optimizer` inside an `optax.chain` write down the rate that they used, so pass the state that
     came out of the update as `updated` (without it: the rate of the update before, or one set by hand).
     """
+    rate = known_learning_rate(optimizer, opt_state, samples, updated=updated)
+    return jnp.asarray(jnp.nan, float) if rate is None else rate
+
+
+def known_learning_rate(
+    optimizer: optax.GradientTransformation,
+    opt_state: PyTree,
+    samples: jax.typing.ArrayLike | None = None,
+    *,
+    updated: PyTree | None = None,
+) -> jax.Array | None:
+    """Returns what `learning_rate_of` returns, None where that is nan because the rate is unknown."""
     if isinstance(optimizer, Optimizer):
         return _at(optimizer.learning_rate, opt_state.count, samples)
     leaves = jax.tree_util.tree_leaves_with_path(opt_state if updated is None else updated)
     rates = [leaf for path, leaf in leaves if path_names(path)[-1:] == ["learning_rate"]]
-    return jnp.asarray(rates[0] if len(rates) == 1 else jnp.nan, float)
+    return jnp.asarray(rates[0], float) if len(rates) == 1 else None
 
 
 def of_trained(

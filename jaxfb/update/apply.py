@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import optax
 
 from jaxfb import gradients
-from jaxfb.optim import learning_rate_of
 from jaxfb.optim.loss_scale import DynamicLossScale, StaticLossScale
+from jaxfb.optim.optimizers import known_learning_rate
 from jaxfb.output import ForwardBackwardOutput
 from jaxfb.parallel.host_memory import constrained
 from jaxfb.trainable import joined, like
@@ -56,7 +56,7 @@ class Update:
     def apply(
         self, state: TrainState, out: ForwardBackwardOutput, rows: Any, places: TrainState, limits: Any = None
     ) -> tuple[TrainState, StepMetrics]:
-        """Returns the state after one update by `out.grads`, and the record of it.
+        """Returns the state after one update by `out.grads`, and the record of it, without an unknown learning rate.
 
         rows:   i32[], how many rows the gradients are of.
         places: NamedShardings of the state.
@@ -115,7 +115,7 @@ class Update:
         )
 
     def _numbers(self, state: TrainState, attempt: Attempt) -> Tried:
-        rate = learning_rate_of(self.optimizer, state.opt_state, state.samples, updated=attempt.opt_state)
+        rate = known_learning_rate(self.optimizer, state.opt_state, state.samples, updated=attempt.opt_state)
         bad = count_bad(self.trained(state.params), attempt.updates, attempt.params)
         return Tried(gradients.squares(attempt.updates), bad, attempt.clip_coefficient, rate)
 

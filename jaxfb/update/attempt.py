@@ -28,12 +28,13 @@ class Tried(NamedTuple):
 
     squares: of each trained leaf the sum of its updates' squares, float[].
     bad:     of each trained leaf how many parameters are not finite, or become so by a finite update, float[].
+    learning_rate: None if it is unknown.
     """
 
     squares: list[jax.Array]
     bad: list[jax.Array]
     clip_coefficient: jax.Array
-    learning_rate: jax.Array
+    learning_rate: jax.Array | None
 
 
 class Trial(NamedTuple):

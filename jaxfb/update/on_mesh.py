@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 from jaxfb.output import ForwardBackwardOutput
 from jaxfb.parallel.sharding import adopt
+from jaxfb.platforms.compat import is_traced
 from jaxfb.types import PyTree
 from jaxfb.update.arguments import check_limits
-from jaxfb.update.train_state import Limits
+from jaxfb.update.train_state import Limits, StepMetrics
 
 
 class OnMesh:
@@ -23,6 +25,7 @@ class OnMesh:
     def __init__(self, mesh: Mesh):
         self._everywhere = NamedSharding(mesh, P())
         self._numbers: dict[int, jax.Array] = {}
+        self._unknown: dict[Any, jax.Array] = {}
 
     def batch(self, batch: PyTree) -> PyTree:
         """Returns the leaves of a batch where the engine takes them."""
@@ -49,6 +52,20 @@ class OnMesh:
         scale = jax.tree.map(jnp.copy, out.origin.grad_scale)
         origin = replace(out.origin, rows=None, weights=None, grad_scale=scale)
         return replace(out, per_microbatch=used, origin=origin)
+
+    def with_rate(self, state: Any, metrics: StepMetrics) -> tuple[Any, StepMetrics]:
+        """Returns both as they are, but nan as a learning rate that is unknown.
+
+        It is no result of a program, all of which `jax_debug_nans` reports.
+        """
+        if metrics.learning_rate is not None:
+            return state, metrics
+        if is_traced(metrics):
+            return state, replace(metrics, learning_rate=jnp.asarray(jnp.nan, float))
+        dtype = jnp.result_type(float)
+        if dtype not in self._unknown:
+            self._unknown[dtype] = self._placed(np.array(np.nan, dtype))
+        return state, replace(metrics, learning_rate=self._unknown[dtype])
 
     def _placed(self, numbers: np.ndarray) -> jax.Array:
         return jax.make_array_from_callback(numbers.shape, self._everywhere, lambda _: numbers)

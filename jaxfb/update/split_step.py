@@ -140,7 +140,7 @@ class SplitStep(StepStates):
         check_gradients(gradients, self.forward_backward.trained(shapes_of_params(state)))
         applied_rows = gradients.origin.rows if rows is None else check_rows(rows, INT32)
         out, number = self._on_mesh.gradients(gradients), self._on_mesh.rows(applied_rows)
-        return self._applied(self.compiler_options)(state, out, number)
+        return self._on_mesh.with_rate(*self._applied(self.compiler_options)(state, out, number))
 
 
 @partial(jax.jit, static_argnums=2)

@@ -164,7 +164,7 @@ class TrainStep(SplitStep):
             out = self._gradients_as_stored(state, batch, plan)
             return self._apply_as_stored(state, out, real_rows, bounds)
         program = self._updated(self.compiler_options)
-        return self._checked_first(program, state, batch, real_rows, plan, bounds)
+        return self._on_mesh.with_rate(*self._checked_first(program, state, batch, real_rows, plan, bounds))
 
     @on_its_mesh
     def timed(
@@ -214,7 +214,8 @@ class TrainStep(SplitStep):
     ) -> tuple[TrainState, StepMetrics]:
         """Applies gradients whose layers are in the order in which the state stores them."""
         out = self._on_mesh.gradients(out)
-        return self._applied_as_stored(self.compiler_options)(state, out, rows, bounds)
+        program = self._applied_as_stored(self.compiler_options)
+        return self._on_mesh.with_rate(*program(state, out, rows, bounds))
 
     def _checked_first(self, program: Any, *arguments: Any) -> Any:
         """Calls a program, the first one after `check_program` saw it compiled; the call finds it compiled then."""

@@ -369,6 +369,20 @@ def test_a_step_compiles_once_and_its_result_is_where_the_next_wants_it(caplog, 
 # Learning rate
 
 
+@pytest.mark.parametrize("way", ["call", "timed", "split"])
+def test_nothing_is_nan_to_jax_where_the_learning_rate_is_unknown(way):
+    step, batch = make_train_step(loss, optax.adam(0.1), make_mesh(data=2), plan_of(2, 2)), batch_of(0)
+    with jax.debug_nans(True):
+        state = step.init(W)
+        if way == "call":
+            _, metrics = step(state, batch)
+        elif way == "timed":
+            _, metrics, _ = step.timed(state, batch)
+        else:
+            _, metrics = step.apply(state, step.gradients(state, batch))
+    assert np.isnan(metrics.learning_rate) and not metrics.skipped
+
+
 @pytest.mark.parametrize("way", ["__call__", "timed"])
 def test_the_first_program_is_seen_compiled_and_may_be_refused(way):
     batch, seen = batch_of(0), []
