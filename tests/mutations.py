@@ -1143,6 +1143,27 @@ MUTATIONS = (
         "forward_backward/test_metric_kinds.py::test_a_maximum_of_nan_is_nan",
     ),
     Mutation(
+        "rows_of_one_buffer_kept_as_they_come",
+        "training/own_rows.py",
+        "return jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else np.array(leaf), row)",
+        "return row",
+        "training/test_own_model.py::test_rows_may_be_read_into_one_buffer",
+    ),
+    Mutation(
+        "unknown_rate_is_nan_in_the_program",
+        "optim/optimizers.py",
+        "return jnp.asarray(rates[0], float) if len(rates) == 1 else None",
+        "return jnp.asarray(rates[0] if len(rates) == 1 else jnp.nan, float)",
+        "update/test_train_step.py::test_nothing_is_nan_to_jax_where_the_learning_rate_is_unknown",
+    ),
+    Mutation(
+        "optimizer_state_of_any_shape",
+        "update/arguments.py",
+        "if jnp.shape(leaf) != wanted.shape:",
+        "if False:",
+        "misuse/test_misuse_step.py::test_a_state_of_another_step_is_refused",
+    ),
+    Mutation(
         "rows_of_zeros_in_a_short_window_count",
         "training/custom.py",
         "if self.run_plan.pads and not self._has_checked_padding:",

@@ -141,6 +141,11 @@ def check_params(
             number = isinstance(leaf, (int, float)) and not isinstance(leaf, bool) and _is_finite(leaf)
             advice = f"make it jnp.asarray({float(leaf)})" if number else _WITHOUT_THE_REST
             raise Refused(f"every parameter must be an array, {name} is {shown(leaf)}; {advice}")
+        if not is_plain(leaf):
+            raise Refused(
+                f"every parameter must be a plain array, {name} is a {type(leaf).__name__} of {leaf.dtype.str}; "
+                "convert it with np.asarray(leaf, 'float32')"
+            )
         if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
             raise Refused(
                 f"every parameter must be an array of numbers, {name} is {leaf.dtype}; pass a key as rng, keys of rows "
@@ -152,6 +157,14 @@ def check_params(
             )
     if not forward_only:
         _check_trained(pruned(trainable, params))
+
+
+def is_plain(leaf: Any) -> bool:
+    """Returns whether JAX can take an array: one of numpy without a mask, in native byte order, of up to 64 bits."""
+    if not isinstance(leaf, np.ndarray):
+        return True
+    too_wide = leaf.dtype in (np.longdouble, np.clongdouble) and np.longdouble != np.float64
+    return leaf.dtype.isnative and not too_wide and not isinstance(leaf, np.ma.MaskedArray)
 
 
 def _check_trained(params: PyTree) -> None:

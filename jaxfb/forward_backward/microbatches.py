@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxfb.batch_plan import BatchPlan
-from jaxfb.forward_backward.arguments import leaves_of, prng_keys
+from jaxfb.forward_backward.arguments import is_plain, leaves_of, prng_keys
 from jaxfb.mesh import axis_size, replica_axes
 from jaxfb.parallel.context import zigzag
 from jaxfb.parallel.sharding import automatic
@@ -189,10 +189,11 @@ def check_leaves(batch: PyTree) -> None:
             raise Refused(
                 f"every leaf of a batch must be an array, batch{jax.tree_util.keystr(path)} is {shown(leaf)}"
             )
-        if isinstance(leaf, np.ma.MaskedArray) or (isinstance(leaf, np.ndarray) and not leaf.dtype.isnative):
+        if not is_plain(leaf):
+            dtype = "float64" if leaf.dtype == np.longdouble else leaf.dtype.name
             raise Refused(
                 f"every leaf of a batch must be a plain array, batch{jax.tree_util.keystr(path)} is a "
-                f"{type(leaf).__name__} of {leaf.dtype.str}; convert it with np.asarray(leaf, {leaf.dtype.name!r}), "
+                f"{type(leaf).__name__} of {leaf.dtype.str}; convert it with np.asarray(leaf, {dtype!r}), "
                 "and give a mask as a leaf beside it"
             )
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "biufcV":

@@ -76,12 +76,20 @@ def check_alive(state: PyTree) -> None:
 
 def check_state(state: Any, optimizer: Any, loss_scale: Any) -> None:
     """Raises ValueError for a state whose parts belong to a step with another optimizer or loss scale."""
-    expected = jax.tree.structure(jax.eval_shape(optimizer.init, state.params))
-    if jax.tree.structure(state.opt_state) != expected:
+    expected = jax.eval_shape(optimizer.init, state.params)
+    if jax.tree.structure(state.opt_state) != jax.tree.structure(expected):
         raise Refused(
             "state.opt_state is not of this step's optimizer; make the state with this step's init, or the step with "
             "the optimizer that the state was made with"
         )
+    kept = jax.tree.leaves(state.opt_state)
+    for (path, wanted), leaf in zip(jax.tree_util.tree_leaves_with_path(expected), kept, strict=True):
+        if jnp.shape(leaf) != wanted.shape:
+            raise Refused(
+                f"state.opt_state{jax.tree_util.keystr(path)} has shape {list(jnp.shape(leaf))}, but this step's "
+                f"optimizer keeps {list(wanted.shape)} for state.params; make the state with this step's init, and "
+                "change its parameters only to others of the same shapes"
+            )
     if (state.loss_scale is None) != (loss_scale is None):
         raise Refused(
             f"state.loss_scale is {'None' if state.loss_scale is None else 'present'}, but this step was made with "

@@ -1,5 +1,7 @@
 """Train steps, optimizers, schedules and loss scales with one wrong argument: refused in a sentence that names it."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -318,7 +320,9 @@ def test_a_mask_that_is_not_like_the_parameters_is_refused(mask):
 
 @pytest.mark.parametrize(
     "params",
-    [{"w": 1.0}, {"w": "text"}, {"w": np.ones(2, np.int32)}, {}, {"w": jax.ShapeDtypeStruct((2,), float)}],
+    [{"w": 1.0}, {"w": "text"}, {"w": np.ones(2, np.int32)}, {}, {"w": jax.ShapeDtypeStruct((2,), float)}]
+    + [{"w": np.ones(2, dtype)} for dtype in (">f4", np.longdouble)]
+    + [{"w": np.ma.ones(2)}],
 )
 def test_leaves_that_are_no_float_arrays_are_refused(step, params):
     with pytest.raises(ValueError, match="params"):
@@ -329,6 +333,10 @@ def test_a_state_of_another_step_is_refused(step):
     of_adam = make_train_step(loss, optax.adam(0.1), None, PLAN).init(PARAMS)
     with pytest.raises(ValueError, match="state.opt_state is not of this step's optimizer"):
         step(of_adam, BATCH)
+    wider = jax.tree.map(lambda leaf: jnp.zeros([2, *leaf.shape], leaf.dtype), PARAMS)
+    by_adam = make_train_step(loss, optax.adam(0.1), None, PLAN)
+    with pytest.raises(ValueError, match=r"state.opt_state.* has shape .* this step's optimizer keeps"):
+        by_adam(replace(by_adam.init(PARAMS), params=wider), BATCH)
     scaled = make_train_step(loss, optax.sgd(0.1), None, PLAN, loss_scale=StaticLossScale(2.0)).init(PARAMS)
     with pytest.raises(
         ValueError, match="state.loss_scale is present, but this step was made with loss_scale=None"
