@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -181,7 +181,7 @@ class Update:
             clip_coefficient=tried.clip_coefficient,
             param_norm=trial.param_norm,
             update_norm=jnp.where(trial.applied, gradients.norm_of(tried.squares), 0),
-            learning_rate=tried.learning_rate,
+            learning_rate=cast(Any, tried.learning_rate),  # the step fills in one that is unknown
             loss_scale=jnp.float32(1) if scale is None else scale,
             skipped=~trial.applied,
             nonfinite=trial.nonfinite,
