@@ -163,9 +163,9 @@ def is_plain(leaf: Any) -> bool:
     """Returns whether JAX can take an array: one of numpy without a mask, in native byte order, of up to 64 bits."""
     if not isinstance(leaf, np.ndarray):
         return True
-    dtype: Any = leaf.dtype
-    too_wide = dtype in (np.longdouble, np.clongdouble) and np.dtype(np.longdouble) != np.float64
-    return dtype.isnative and not too_wide and not isinstance(leaf, np.ma.MaskedArray)
+    native = leaf.dtype.isnative
+    too_wide = leaf.dtype in (np.longdouble, np.clongdouble) and np.dtype(np.longdouble) != np.float64
+    return native and not too_wide and not isinstance(leaf, np.ma.MaskedArray)
 
 
 def _check_trained(params: PyTree) -> None:
