@@ -31,7 +31,7 @@ from jaxfb.training.compile_cache import use_compile_cache
 from jaxfb.training.continuing import after_a_loss, again, already_finished, left, saved, where_from
 from jaxfb.training.disk import bytes_of, lack_of_space
 from jaxfb.training.ending import after_failures, after_fault
-from jaxfb.training.guard import DeviceFault, GuardAbort, NonFiniteAbort
+from jaxfb.training.guard import DeviceFault, GuardAbort, NonFiniteAbort, is_alive
 from jaxfb.training.guards import Guards, Spike
 from jaxfb.training.hosts import Hosts, RefusedByAll
 from jaxfb.training.interrupt import Interrupt, Stopped, keep_for_good, stopped_early
@@ -302,7 +302,8 @@ class _Loop:
         except ValueError as error:
             self._arrive()
             alone = self._hosts.count > 1 and not isinstance(error, RefusedByAll)
-            if alone or self._guard.failed or not self._run.done:
+            gone = not is_alive(self._work.train_state)  # given to a function that overwrites what it is given
+            if alone or gone or self._guard.failed or not self._run.done:
                 raise
             self._save()
             self._run.wait_saved()

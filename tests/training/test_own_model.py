@@ -262,6 +262,18 @@ def test_a_generator_is_an_iterable_of_rows(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_state_that_an_evaluation_overwrote_is_named_and_not_saved(tmp_path):
+    doubled = jax.jit(lambda params: jax.tree.map(lambda leaf: 2 * leaf, params), donate_argnums=0)
+    wrong = trainer(
+        tmp_path,
+        evaluate=lambda params: {"w": doubled(params)["w"].sum()},
+        eval={"every": 1},
+        checkpoint={"every": 50},
+    )
+    with pytest.raises(ValueError, match=r"state.params\['w'\] is deleted"):
+        wrong.train()
+
+
 class OneBuffer:
     """Rows whose arrays are written anew for each; with a length, a sequence of them."""
 
