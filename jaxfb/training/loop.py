@@ -302,7 +302,7 @@ class _Loop:
         except ValueError as error:
             self._arrive()
             alone = self._hosts.count > 1 and not isinstance(error, RefusedByAll)
-            gone = not is_alive(self._work.train_state)  # given to a function that overwrites what it is given
+            gone = not is_alive(self._work.train_state)  # a function of the caller overwrote it
             if alone or gone or self._guard.failed or not self._run.done:
                 raise
             self._save()

@@ -261,7 +261,6 @@ def test_a_generator_is_an_iterable_of_rows(tmp_path):
     assert len(losses(tmp_path)) == 3
 
 
-@pytest.mark.slow
 def test_a_state_that_an_evaluation_overwrote_is_named_and_not_saved(tmp_path):
     doubled = jax.jit(lambda params: jax.tree.map(lambda leaf: 2 * leaf, params), donate_argnums=0)
     wrong = trainer(
@@ -319,6 +318,7 @@ def test_data_of_another_kind_does_not_continue_a_run(tmp_path):
         trainer(tmp_path, data=iter(each)).train(resume=True)
 
 
+@pytest.mark.slow
 def test_callbacks_change_the_gradients_before_the_clip(tmp_path):
     """Halved twice, then clipped: a run with a quarter of the loss; the norm in the record is that of the changed."""
 
