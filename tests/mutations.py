@@ -1565,6 +1565,13 @@ MUTATIONS = (
         "forward_backward/test_frozen.py::test_no_product_is_computed_for_a_frozen_weight",
     ),
     Mutation(
+        "runs_count_gradients_of_frozen_parameters",
+        "training/setup.py",
+        "return trained_flops(self.sizes, length, trained_patterns(self.config)).total",
+        "return trained_flops(self.sizes, length, None).total",
+        "training/test_flops_of_a_run.py::test_a_run_counts_what_its_plan_counts",
+    ),
+    Mutation(
         "adapters_not_scaled",
         "models/lora.py",
         "return (x @ self.a) @ self.b * self.lora.scale",

@@ -190,12 +190,12 @@ def flops_per_token(config: TransformerConfig, seq_len: int) -> int:
     6 per matmul parameter (2 forward, 4 backward; the embedding lookup is free, the head is not) that the token
     meets, which are the experts that it goes to and not those that there are; and for
     attention 12 * layers * heads * head_size * seq_len (PaLM, appendix B), halved because it is causal; with a window
-    the mean number of tokens that one sees takes the place of seq_len / 2. With adapters a weight is frozen and has no
-    gradient, 4 a parameter; what adapters themselves multiply, less than a hundredth, is not counted.
+    the mean number of tokens that one sees takes the place of seq_len / 2. What training some of
+    the parameters takes less is in `models/trained_flops.py`.
     """
     stack = stack_of(config)
     heads = (1 + config.mtp_depth) * config.vocab_size * config.hidden_size
-    rest = _per_product(config) * (heads + config.mtp_depth * _mtp_projection_params(config))
+    rest = 6 * (heads + config.mtp_depth * _mtp_projection_params(config))
     layers = sum(number * _layer_flops(one, seq_len) for one, number in stack.counted())
     return layers + config.mtp_depth * _layer_flops(stack.period[-1], seq_len) + rest
 
@@ -217,11 +217,7 @@ def _layer_flops(config: TransformerConfig, seq_len: int) -> int:
     matmul = _attention_matmul_params(config) + _mlp_matmul_params(config, config.experts_per_token)
     value_size = config.latent.value_size if config.latent else config.head_size
     attention = config.num_heads * (config.head_size + value_size) * twice_seen(config.window, seq_len) // 2
-    return _per_product(config) * matmul + 6 * attention
-
-
-def _per_product(config: TransformerConfig) -> int:
-    return 6 if getattr(config, "lora", None) is None else 4
+    return 6 * matmul + 6 * attention
 
 
 def twice_seen(window: int | None, seq_len: int) -> int:

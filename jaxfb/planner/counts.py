@@ -15,11 +15,11 @@ from jaxfb.config.adapters import trained_patterns
 from jaxfb.forward_backward.ahead import gathers_ahead, halves_pay
 from jaxfb.forward_backward.last_microbatch import obstacle_to_overlap, overlaps
 from jaxfb.models import splash, splash_gather
-from jaxfb.models.adapted import lora_of
 from jaxfb.models.attend import LONGEST_PACKED
 from jaxfb.models.config import TransformerConfig, num_params, seen_share
 from jaxfb.models.layout import layers_of_stages
 from jaxfb.models.pattern import stack_of
+from jaxfb.models.trained_flops import TrainedFlops, runs_backward, trained_flops
 from jaxfb.models.transformer import init_params, transformer
 from jaxfb.planner.topology import Topology
 from jaxfb.recomputation import remat_parts
@@ -127,28 +127,14 @@ def copied_numbers(config: Config, sizes: TransformerConfig) -> tuple[float, flo
     return layers, outer
 
 
-def frozen_products(config: Config, sizes: TransformerConfig) -> tuple[float, float]:
-    """Returns the numbers of frozen matrices that a token is multiplied by, (of layers, of the head): they have no
-    gradient, a third of their operations. None beside adapters, where `flops_per_token` leaves that out.
-    """
-    if config.trainable is None or lora_of(sizes) is not None:
-        return 0.0, 0.0
-    return _frozen_products(sizes, tuple(config.trainable))
+def flops_counted(config: Config, sizes: TransformerConfig) -> TrainedFlops:
+    """Returns the operations of a token that the config's trained parameters need."""
+    return trained_flops(sizes, config.data.sequence_length, trained_patterns(config))
 
 
-@lru_cache(maxsize=16)
-def _frozen_products(sizes: TransformerConfig, patterns: tuple[str, ...]) -> tuple[float, float]:
-    tied = "embed.embedding" if sizes.tied_embeddings else None
-    frozen, _ = parted(patterns, jax.eval_shape(lambda: init_params(sizes, jax.random.key(0))))
-    matrices = {
-        name: leaf.size
-        for path, leaf in jax.tree_util.tree_leaves_with_path(frozen)
-        if (name := name_of(path)).endswith(".kernel") or ".experts." in name or name == tied
-    }
-    of_head = matrices.pop(tied or "head.kernel", 0)
-    met = sizes.experts_per_token / sizes.num_experts if sizes.num_experts else 1.0
-    of_layers = (size * (met if ".experts." in name else 1) for name, size in matrices.items())
-    return sum(of_layers), of_head
+def has_backward(config: Config, sizes: TransformerConfig) -> bool:
+    """Returns whether the layers have a backward: not where only what is behind them is trained, such as the head."""
+    return runs_backward(sizes, trained_patterns(config))
 
 
 def _count(tree: Any) -> int:

@@ -12,6 +12,7 @@ from jaxfb.models.config import TransformerConfig
 from jaxfb.planner.counts import (
     computed_bytes,
     dense_width,
+    has_backward,
     layers_here,
     num_microbatches,
     tokens_of_microbatch,
@@ -47,7 +48,7 @@ def loop_seconds(config: Config, sizes: TransformerConfig, topology: Topology) -
         layers_here(config, sizes)
         * of_layers
         * num_microbatches(config)
-        * (2 + forwards_again(config, sizes))
+        * (2 + forwards_again(config, sizes) if has_backward(config, sizes) else 1)
     )
     return max(0.0, waits * runs - counted)
 

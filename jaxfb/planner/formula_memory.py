@@ -13,6 +13,7 @@ from jaxfb.planner.counts import (
     context_method,
     copied_numbers,
     gathers_layers,
+    has_backward,
     held_experts,
     held_numbers,
     hidden_width,
@@ -155,6 +156,8 @@ def kept_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> 
     """Counts what layers in flight keep for their backward: their inputs, and what `remat` does not compute
     again; of sequences in pieces, what waits for other pieces too.
     """
+    if not has_backward(config, sizes):
+        return waiting_bytes(config, sizes)
     in_flight = _in_flight(config) if config.mesh.pipe > 1 else 1.0
     of_layers = sum(
         _kept_of(config, sizes, topology, remat, layers, in_flight)
@@ -207,6 +210,7 @@ def _layer_work_bytes(config: Config, sizes: TransformerConfig, topology: Topolo
     of_stage = any(_inputs_of(config, remat, number) < number for remat, number in parts)
     again = layers * hidden_width(config, sizes) if of_stage else 0
     times = _AT_WORK_ON_GPU if topology.platform == "gpu" and not sizes.num_experts else 2
+    times /= 1 if has_backward(config, sizes) else 2
     at_work = _scores(config, sizes, topology) + times * product_width(sizes) / config.mesh.tensor + again
     gathered = _gathered_keys_bytes(config, sizes, topology)
     of_tokens = computed_bytes(config) * tokens * at_work

@@ -16,9 +16,10 @@ from jaxfb.planner.counts import (
     attention_flops,
     computed_bytes,
     context_method,
-    frozen_products,
+    flops_counted,
     gathers_before_use,
     gathers_layers,
+    has_backward,
     held_experts,
     held_numbers,
     hidden_width,
@@ -105,18 +106,21 @@ def _flops_per_token(config: Config, sizes: TransformerConfig, topology: Topolog
     """Returns (those of the layers, recomputation and bubble included; those of the head)."""
     again = forwards_again(config, sizes)
     of_layers = turns_of_layers(config) * waits(config, sizes, again)
-    frozen, frozen_head = frozen_products(config, sizes)
-    head = (6 if lora_of(sizes) is None else 4) * sizes.hidden_size * sizes.vocab_size
-    layers = flops_per_token(sizes, config.data.sequence_length) - head
+    counted = flops_counted(config, sizes)
+    forward = (
+        flops_per_token(sizes, config.data.sequence_length) / 3 - 2 * sizes.hidden_size * sizes.vocab_size
+    )
     left_out = min(again, 1) * 2 * sizes.hidden_size * inner_width(sizes) * sizes.num_layers
-    layers = layers * (1 + again / 3) - left_out + _flops_of_kernels(config, sizes, topology, again / 3)
-    layers -= 2 * frozen
-    head -= 2 * frozen_head
-    return layers * of_layers * share_of_layers(config, sizes) * config.mesh.pipe, head
+    layers = (
+        counted.layers + again * forward - left_out + _flops_of_kernels(config, sizes, topology, again / 3)
+    )
+    return layers * of_layers * share_of_layers(config, sizes) * config.mesh.pipe, counted.head
 
 
 def forwards_again(config: Config, sizes: TransformerConfig) -> float:
     """Returns how often the forward of a layer runs again for its backward, in the mean."""
+    if not has_backward(config, sizes):
+        return 0.0
     in_pipeline = config.mesh.pipe > 1
     return mean_over_layers(
         config, sizes, lambda remat: _FORWARDS_AGAIN[remat if in_pipeline or remat != "full" else "layer"]
@@ -130,7 +134,8 @@ def _flops_of_kernels(config: Config, sizes: TransformerConfig, topology: Topolo
     """
     if scores_at_once(config, sizes, topology):
         counted = seen_share(sizes, config.data.sequence_length)
-        return 3 * attention_flops(config, sizes) * (2 / counted - 1) * (1 + again)
+        passes = 3 * (1 + again) if has_backward(config, sizes) else 1
+        return attention_flops(config, sizes) * (2 / counted - 1) * passes
     if topology.platform != "tpu" or not runs_flash(config, sizes, topology):
         return 0.0
     length, attention = config.data.sequence_length, 3 * attention_flops(config, sizes)
@@ -138,7 +143,10 @@ def _flops_of_kernels(config: Config, sizes: TransformerConfig, topology: Topolo
     whole = attends_over(config, sizes, topology) is None
     together = length if whole else length // (2 * config.mesh.context)
     blocks = 1 + splash.block_size(together) / length
-    return attention * ((1.5 + again) * blocks * waiting_turns(config) - 1 - again)
+    turns = blocks * waiting_turns(config)
+    if not has_backward(config, sizes):
+        return attention / 3 * (turns - 1)
+    return attention * ((1.5 + again) * turns - 1 - again)
 
 
 def step_flops(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
@@ -161,6 +169,7 @@ def work_seconds(config: Config, sizes: TransformerConfig, topology: Topology) -
     each = computed_bytes(config)
     read = each * moved * of_products * product_width(sizes) * sizes.num_layers
     read += _score_bytes(config, sizes, topology) + _adapter_bytes(config, sizes)
+    read *= 1 if has_backward(config, sizes) else 1 / 3
     if config.mesh.tensor > 1:
         read += each * _HIDDEN_OVER_TENSOR * config.mesh.tensor * sizes.hidden_size * sizes.num_layers
     read = (
@@ -236,7 +245,8 @@ def _expert_bytes(config: Config, sizes: TransformerConfig) -> float:
     again = mean_over_layers(config, sizes, lambda remat: 0 if remat == "none" else 1)
     ways = _exchange_ways(config, sizes) if config.mesh.expert > 1 else 0
     rows = tokens_of_microbatch(config) * sizes.experts_per_token
-    passes = 13 + 2 * again + 4 * ways
+    passes = 13 + 2 * again if has_backward(config, sizes) else 5
+    passes += 4 * ways
     return computed_bytes(config) * sizes.hidden_size * rows * passes * _expert_runs(config, sizes)
 
 
@@ -251,6 +261,8 @@ def _exchange_ways(config: Config, sizes: TransformerConfig) -> float:
     """Returns how often rows travel: there and back, forward and backward, and there once more where a layer is
     computed again.
     """
+    if not has_backward(config, sizes):
+        return 2
     return mean_over_layers(config, sizes, lambda remat: 4 if remat in ("none", "selective") else 5)
 
 
@@ -263,7 +275,8 @@ def wire_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> float:
     each = computed_bytes(config)
     hidden = each * tokens_of_microbatch(config) * sizes.hidden_size * microbatches
     of_layers = turns_of_layers(config)
-    gathered = each * (2 * times * held - (2 * times - 1) * of_kept)
+    gathers = 2 * times if has_backward(config, sizes) else times
+    gathered = each * (gathers * held - (gathers - 1) * of_kept)
     gathered += times * reduced_bytes(config) * trained
     gathered -= times * spared_bytes(config, sizes, chip.kind)
     experts = held_experts(config, sizes) / held
@@ -284,7 +297,8 @@ def tensor_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> floa
     tokens = tokens_of_microbatch(config) * num_microbatches(config)
     hidden = computed_bytes(config) * tokens * sizes.hidden_size
     of_layers = turns_of_layers(config)
-    return 8 * hidden * of_layers * layers_here(config, sizes) * _turn(config, chip, "tensor")
+    sums = 8 if has_backward(config, sizes) else 4
+    return sums * hidden * of_layers * layers_here(config, sizes) * _turn(config, chip, "tensor")
 
 
 def exposed_exchange(config: Config, sizes: TransformerConfig, topology: Topology) -> float:

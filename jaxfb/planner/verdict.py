@@ -10,12 +10,12 @@ import jax
 
 from jaxfb.config import Config
 from jaxfb.config.post_training import PostTrainingConfig
-from jaxfb.models.config import flops_per_token, num_params
+from jaxfb.models.config import num_params
 from jaxfb.parallel.host_memory import is_on_host
 from jaxfb.planner import gpu, tpu
 from jaxfb.planner.chips import Chip
 from jaxfb.planner.compiled import Compiled, TooLarge, compile_for, compiles_here
-from jaxfb.planner.counts import frozen_products
+from jaxfb.planner.counts import flops_counted
 from jaxfb.planner.formula import Estimate, estimate
 from jaxfb.planner.hlo_cost import HOST, Traffic
 from jaxfb.planner.job import (
@@ -217,8 +217,6 @@ def _of_update(config: Config, topology: Topology) -> Verdict:
         shapes = gpu.with_attention(config, "xla")  # cuDNN's is there only with the plugin
     job = make_job(shapes, abstract_mesh(config, topology.num_devices, abstract_device(topology)))
     schedule = job.schedule
-    frozen = sum(frozen_products(config, job.sizes))
-    per_token = flops_per_token(job.sizes, job.config.data.sequence_length) - 2 * frozen
     return Verdict(
         topology=topology,
         mesh=dict(job.mesh.shape),
@@ -229,7 +227,7 @@ def _of_update(config: Config, topology: Topology) -> Verdict:
         tokens=job.tokens,
         schedule=schedule.name if schedule else None,
         bubble=schedule.simulate().bubble_fraction if schedule else 0.0,
-        model_flops=per_token * job.tokens / topology.num_devices,
+        model_flops=flops_counted(job.config, job.sizes).total * job.tokens / topology.num_devices,
         estimate=_estimate(config, job, topology),
         compiled=None,
         uncut=uncut_share(job.state.params, job.mesh),

@@ -8,8 +8,9 @@ from typing import Any
 
 from jaxfb.batch_plan import RolloutPlan, RunPlan
 from jaxfb.config import save_yaml
+from jaxfb.config.adapters import trained_patterns
 from jaxfb.config.post_training import COMMANDS
-from jaxfb.models.config import flops_per_token
+from jaxfb.models.trained_flops import trained_flops
 from jaxfb.refusal import Refused
 from jaxfb.rl.start import Base
 from jaxfb.training.agreement import devices_and_mesh
@@ -55,7 +56,7 @@ class PostTraining(Work):
 
     @property
     def flops_per_token(self) -> float:
-        return flops_per_token(self.base.sizes, self.row_length)
+        return trained_flops(self.base.sizes, self.row_length, trained_patterns(self.config)).total
 
     @property
     def total(self) -> int:

@@ -160,7 +160,7 @@ def _model(setup: Setup) -> Iterator[tuple[str, Any]]:
             f"{sum(leaf.size for leaf in jax.tree.leaves(trained)):,} of them; the others are frozen",
         )
     if (flops := setup.flops_per_token) is not None:
-        yield "flops a token", f"{flops:,} (forward and backward)"
+        yield "flops a token", f"{flops:,.0f} (forward and backward)"
     tokens = setup.plan.train.real_rows * setup.config.data.sequence_length
     yield "tokens an update", f"{tokens:,}"
 

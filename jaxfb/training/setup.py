@@ -25,6 +25,7 @@ from jaxfb.forward_backward import ForwardBackward, get_forward_backward_func
 from jaxfb.mesh import axis_size, make_mesh
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.language_model import LanguageModel
+from jaxfb.models.trained_flops import trained_flops
 from jaxfb.optim import Optimizer
 from jaxfb.parallel.expert import check_expert_divides
 from jaxfb.parallel.tensor import check_tensor_divides
@@ -72,8 +73,11 @@ class Setup:
     @property
     def flops_per_token(self) -> float | None:
         """Returns operations of one token, forward and backward; None where they are not known."""
+        length = self.config.data.sequence_length
+        if isinstance(self.sizes, TransformerConfig):
+            return trained_flops(self.sizes, length, trained_patterns(self.config)).total
         count = self.language_model.flops_per_token
-        return None if count is None else count(self.config.data.sequence_length)
+        return None if count is None else count(length)
 
     @cached_property
     def eval_forward(self) -> ForwardBackward:
