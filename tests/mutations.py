@@ -1572,6 +1572,13 @@ MUTATIONS = (
         "training/test_flops_of_a_run.py::test_a_run_counts_what_its_plan_counts",
     ),
     Mutation(
+        "muon_without_whole_matrices",
+        "planner/formula_memory.py",
+        "taken = whole + _SHARDS_OF_MUON",
+        "taken = _SHARDS_OF_MUON",
+        "planner/test_formula_update.py::test_what_muon_takes_by_hand",
+    ),
+    Mutation(
         "adapters_not_scaled",
         "models/lora.py",
         "return (x @ self.a) @ self.b * self.lora.scale",

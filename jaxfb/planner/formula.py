@@ -20,15 +20,18 @@ from jaxfb.planner.formula_memory import (
     kept_bytes,
     relaid_bytes,
     streamed_bytes,
+    update_bytes,
     whole_bytes,
     working_bytes,
 )
 from jaxfb.planner.formula_time import (
     exchange_seconds,
     exposed_exchange,
+    exposed_scatters,
     exposed_seconds,
     kept_scatter_seconds,
     offload_seconds,
+    scatter_seconds,
     step_flops,
     wire_seconds,
     work_seconds,
@@ -41,8 +44,8 @@ class Estimate:
     """Bytes, operations and seconds of one device, in one step.
 
     gradients: the sums that the loop over microbatches carries. activations: what forward keeps for backward at the
-    peak. working: whole weights, one layer's backward, logits, and on a TPU the holes between all of these; or on a
-    GPU what an update writes, if that is more.
+    peak. working: whole weights, one layer's backward, logits, and on a TPU the holes between all of these; or
+    what an update takes, if that is more.
     wire_seconds: communication; exposed_seconds: what of it nothing hides.
     host: bytes of the optimizer's state in the host's memory, which are no part of any sum here. host_seconds: to read
     them twice; they are written while others are read.
@@ -100,8 +103,11 @@ def estimate(config: Config, sizes: TransformerConfig, topology: Topology) -> Es
     on_host = state if config.optimizer.memory == "host" else 0.0
     gradients, activations = gradient_bytes(config, sizes), kept_bytes(config, sizes, topology)
     working, holes = working_bytes(config, sizes, topology), HOLES.get(topology.platform, 1.0) - 1
+    in_loop = working + holes * (working - whole_bytes(config, sizes)) + relaid_bytes(config, sizes, topology)
+    in_update = (1 + holes) * update_bytes(config, sizes, topology) - activations
     wire = wire_seconds(config, sizes, topology.chip) if topology.chip else 0.0
     exchange = exchange_seconds(config, sizes, topology.chip) if topology.chip else 0.0
+    scatters = scatter_seconds(config, sizes, topology.chip) if topology.chip else 0.0
     work = work_seconds(config, sizes, topology) if topology.chip else 0.0
     return Estimate(
         parameters=stored_bytes(config) * trained + frozen_bytes(config) * (held - trained),
@@ -109,16 +115,14 @@ def estimate(config: Config, sizes: TransformerConfig, topology: Topology) -> Es
         batch=0,
         gradients=gradients,
         activations=activations,
-        working=working
-        + streamed_bytes(config, sizes)
-        + holes * (working - whole_bytes(config, sizes))
-        + relaid_bytes(config, sizes, topology),
+        working=streamed_bytes(config, sizes) + max(in_loop, in_update),
         flops=step_flops(config, sizes, topology),
         work_seconds=work,
-        wire_seconds=wire + exchange,
+        wire_seconds=wire + exchange + scatters,
         exposed_seconds=exposed_seconds(config, sizes, topology, wire, work)
         + loop_seconds(config, sizes, topology)
         + kept_scatter_seconds(config, sizes, topology)
-        + exposed_exchange(config, sizes, topology),
+        + exposed_exchange(config, sizes, topology)
+        + exposed_scatters(config, sizes, topology),
         offload_seconds=offload_seconds(config, sizes, topology, work),
     ).with_host(state - on_host, on_host, topology.chip)

@@ -21,6 +21,7 @@ from jaxfb.planner.counts import (
     layers_by_remat,
     layers_here,
     num_microbatches,
+    num_shards,
     product_width,
     reduced_bytes,
     reduces_beside,
@@ -41,6 +42,7 @@ from jaxfb.planner.counts import (
 from jaxfb.planner.formula_pieces import pieces_in_flight, read_bytes, waiting_bytes
 from jaxfb.planner.formula_tables import head_bytes
 from jaxfb.planner.topology import Topology
+from jaxfb.platforms import compiler
 from jaxfb.platforms.kinds import V5E
 from jaxfb.recomputation import remat_parts
 
@@ -54,6 +56,9 @@ gather no layer ahead: of 8B on 8, 16 and 256 v5e."""
 _AT_WORK_ON_GPU = 1.55
 """Of the numbers that a dense layer's products keep, how many times as many are there in its backward: 8B and 14B with
 16 rows at a time by XLA for GPUs. With the TPU's compiler, and with experts, it is two."""
+_GATHERED_BY_MUON, _SHARDS_OF_MUON = 2, 3.5
+"""Bytes of a number of a matrix that is whole for the products of Muon's iteration; and arrays in float32 that a device
+has of its own shards of all matrices at that time: updates of 1B on 4 and of 8B on 16 v5p take 5.4 and 20.5 GB."""
 _OUT_OF = 1 / 3
 """Of a layer's numbers, those of matrices out of it: of the down, and about half of attention's."""
 HOLES = {"tpu": 1.12}
@@ -100,7 +105,8 @@ def working_bytes(config: Config, sizes: TransformerConfig, topology: Topology) 
 
     Gathered a layer ahead, a second layer's weights and gradient; half a layer ahead, those of its first half. Where
     layers are gathered without a pipeline, that of a layer or that of the head, the larger; of a large head a part or a
-    share of the vocabulary.
+    share of the vocabulary. With multi-token prediction the head is a function of its layers, whose residuals are all
+    kept, and of the embedding too.
     """
     (layers, _), (trained, trained_outer) = held_numbers(config, sizes), trained_numbers(config, sizes)
     gathers, share = gathers_layers(config), share_ahead(config, sizes, topology)
@@ -125,6 +131,9 @@ def working_bytes(config: Config, sizes: TransformerConfig, topology: Topology) 
     if gathers and config.mesh.pipe == 1:
         table = each * sizes.vocab_size * sizes.hidden_size / config.mesh.tensor
         at_head = head_bytes(config, sizes, kind) or table + of_head
+        if sizes.mtp_depth:
+            at_head += sizes.mtp_depth * (each * layer + _residual_bytes(config, sizes, topology))
+            at_head += 0 if sizes.tied_embeddings else table
         return whole + max(each * layer * (1 + share) + of_layer, at_head)
     return whole + of_layer + of_head + (each * layer * (1 + share) if gathers else 0)
 
@@ -143,6 +152,19 @@ def streamed_bytes(config: Config, sizes: TransformerConfig) -> float:
         return 0.0
     layers, outer = stored(trained_numbers, config, sizes)
     return state_bytes(config, sizes) * (layers / layers_here(config, sizes) + outer)
+
+
+def update_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
+    """Counts what Muon's update takes beside parameters, state and gradients, which is no part of the loop.
+
+    Chips that overlap collectives gather all matrices at once; with the state in the host's memory, those of a layer.
+    """
+    chip = topology.chip
+    if config.optimizer.name != "muon" or chip is None or chip.kind not in compiler.TABLE:
+        return 0.0
+    whole = _GATHERED_BY_MUON * trained_numbers(config, sizes)[0] if num_shards(config) > 1 else 0.0
+    taken = whole + _SHARDS_OF_MUON * 4 * stored(trained_numbers, config, sizes)[0]
+    return taken / (layers_here(config, sizes) if config.optimizer.memory == "host" else 1)
 
 
 def _head_gradient_bytes(config: Config, sizes: TransformerConfig) -> float:
@@ -174,16 +196,23 @@ def _kept_of(
     if config.mesh.pipe > 1 and schedule_kind(config).splits_backward and remat != "none":
         remat = "selective"  # products wait for the pass that takes the weights' gradients
     products = kept_width(config, sizes)
-    everything = (
-        2 * product_width(sizes) / config.mesh.tensor
-        + 8 * hidden_width(config, sizes)
-        + _scores(config, sizes, topology)
-    )
     if remat == "offload":  # they wait in the host's memory
         return computed_bytes(config) * tokens_of_microbatch(config) * 2 * hidden_width(config, sizes)
+    everything = _residual_width(config, sizes, topology)
     kept = {"selective": products, "none": everything}.get(remat, 0.0)
     numbers = in_flight * (inputs * hidden_width(config, sizes) + layers * kept)
     return computed_bytes(config) * tokens_of_microbatch(config) * numbers
+
+
+def _residual_width(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
+    """Returns how many numbers of a token a layer keeps that computes nothing again."""
+    products = 2 * product_width(sizes) / config.mesh.tensor
+    return products + 8 * hidden_width(config, sizes) + _scores(config, sizes, topology)
+
+
+def _residual_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
+    """Counts what such a layer keeps of a microbatch."""
+    return computed_bytes(config) * tokens_of_microbatch(config) * _residual_width(config, sizes, topology)
 
 
 def _inputs_of(config: Config, remat: str, layers: float) -> float:

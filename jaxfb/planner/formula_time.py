@@ -88,6 +88,8 @@ Mixtral 8x22B and a model like DeepSeek-V3: on v5p all, and 0.03 and 0.10; on H1
 _EXPOSED_BESIDE_LAST = 0.35
 """The same on GPUs where all is gathered before the first microbatch and gradients are reduced beside the last: 0.31 of
 8B on 64 H100."""
+_EXPOSED_SCATTERS = 0.7
+"""The same of ZeRO-2's scatters, which begin once all gradients of a microbatch are there: 0.73 of 1B on four v5p."""
 _IN_TWO_STEPS = 0.87
 """Share of FSDP's communication over a whole slice of TPUs that a step cannot be shorter than: collectives are two
 steps, of which one uses links that another leaves free (8B on v6e:8x8, memory used: 5.22 s in a step of 4.52 s)."""
@@ -189,7 +191,8 @@ def work_seconds(config: Config, sizes: TransformerConfig, topology: Topology) -
 
 def _accumulated_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
     """Counts what is read and written to add each microbatch's gradient to the sums."""
-    in_products = topology.platform == "tpu" and config.mesh.tensor == 1
+    scattered = config.optimizer.sharding == "gradients"  # before they are added
+    in_products = topology.platform == "tpu" and config.mesh.tensor == 1 and not scattered
     whole = _ACCUMULATED_IN_PRODUCTS if in_products else _ACCUMULATED
     each = _SHARDS if gathers_layers(config) else whole
     return each / 4 * gradient_bytes(config, sizes) * num_microbatches(config)
@@ -282,7 +285,8 @@ def wire_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> float:
     experts = held_experts(config, sizes) / held
     seconds = gathered * experts * _turn(config, chip, "fsdp", "context")
     seconds += gathered * (1 - experts) * _turn(config, chip, "fsdp", "expert", "context")
-    sums = 2 * summed_bytes(config) * sum(stored(trained_numbers, config, sizes))
+    ways = 1 if config.optimizer.sharding == "gradients" else 2  # `scatter_seconds` counts the other
+    sums = ways * summed_bytes(config) * sum(stored(trained_numbers, config, sizes))
     seconds += sums * _turn(config, chip, "data")
     seconds += tensor_seconds(config, sizes, chip)
     if mesh.pipe > 1:
@@ -290,6 +294,23 @@ def wire_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> float:
         seconds += 2 * hidden * of_layers * config.chunks / _rate(config, chip, "pipe", neighbours=True)
         seconds += 10 / mesh.tensor * hidden * _turn(config, chip, "pipe")
     return seconds
+
+
+def scatter_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> float:
+    """Returns the time in which ZeRO-2 scatters each microbatch's gradients over data: those of layers in the dtype of
+    the computation.
+    """
+    if config.optimizer.sharding != "gradients":
+        return 0.0
+    layers, outer = stored(trained_numbers, config, sizes)
+    sent = computed_bytes(config) * layers + summed_bytes(config) * outer
+    return sent * num_microbatches(config) * _turn(config, chip, "data")
+
+
+def exposed_scatters(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
+    """Returns the time of `scatter_seconds` that nothing hides."""
+    chip = topology.chip
+    return _EXPOSED_SCATTERS * scatter_seconds(config, sizes, chip) if chip else 0.0
 
 
 def tensor_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> float:
