@@ -7,7 +7,7 @@ from jaxfb.config.adapters import trained_patterns
 from jaxfb.models.config import flops_per_token
 from jaxfb.models.trained_flops import runs_backward, trained_flops
 from jaxfb.planner import parse_topology
-from jaxfb.planner.compiled import compile_for
+from jaxfb.planner.compiled import Compiled, compile_for
 from jaxfb.planner.job import model_sizes
 from jaxfb.planner.verdict import estimated
 
@@ -60,6 +60,7 @@ def test_all_parameters_take_what_the_model_takes():
 def test_the_compiled_step_computes_no_backward_in_front_of_the_first_trained_parameter(pattern):
     config, topology = _config(WITH_MTP, f"trainable=[{pattern}]"), parse_topology("cpu:1")
     compiled, formula = compile_for(config, topology), estimated(config, topology).estimate
+    assert isinstance(compiled, Compiled)
     # scores on a CPU are made whole, of which the count has half
     assert formula.flops == pytest.approx(compiled.flops, rel=0.1)
     assert runs_backward(model_sizes(config), (pattern,)) == (pattern == "embed.*")
