@@ -424,9 +424,9 @@ MUTATIONS = (
     ),
     Mutation(
         "gradients_of_frozen_matrices",
-        "planner/formula_time.py",
-        "layers -= 2 * frozen",
-        "layers -= 0.0",
+        "models/trained_flops.py",
+        "- 2 * of_layers if through",
+        "- 0 * of_layers if through",
         "planner/test_formula_frozen.py::test_a_frozen_matrix_has_no_gradient",
     ),
     Mutation(
@@ -2004,8 +2004,8 @@ MUTATIONS = (
     Mutation(
         "formula_lets_early_pieces_wait_for_none",
         "planner/formula_time.py",
-        "* blocks * waiting_turns(config) -",
-        "* blocks -",
+        "turns = blocks * waiting_turns(config)",
+        "turns = blocks",
         "planner/test_formula.py::test_memory_and_time_of_real_sizes_on_tpus_are_near_the_compilers",
     ),
     Mutation(
