@@ -1666,8 +1666,8 @@ MUTATIONS = (
     Mutation(
         "exchanged_heads_attend_without_a_kernel",
         "models/attend.py",
-        "attend = partial(_whole, backend=backend, window=window)",
-        'attend = partial(_whole, backend="xla", window=window)',
+        'backend=backend if _cuts_heads(key) else "xla", window=window',
+        'backend="xla", window=window',
         "models/test_splash.py::test_heads_in_place_of_tokens_attend_by_the_kernel",
     ),
     Mutation(
