@@ -19,6 +19,7 @@ CONNECT = {
     "training/join.py",
     "training/local_tier.py",
     "training/run_lock.py",
+    "process/launcher.py",
     "process/loopback.py",
 }
 READERS = {

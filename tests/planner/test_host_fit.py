@@ -44,9 +44,9 @@ def test_the_advice_is_a_change_that_fits(monkeypatch, key, cut):
 
 
 def test_otherwise_it_is_the_largest_starter_config_that_fits(monkeypatch):
-    said = refusal(monkeypatch, int(150e9), "1b")
+    said = refusal(monkeypatch, int(30e9), "1b")
     elsewhere = "or another machine: `jaxfb plan` computes what fits where"
-    assert said.endswith(f"; use a smaller model, such as the starter config 125m, {elsewhere}")
+    assert said.endswith(f"; use a smaller model, such as the starter config moe, {elsewhere}")
     said = refusal(monkeypatch, 10**6, "quickstart", "batch.rows=16", "batch.rows_per_microbatch=1")
     assert said.endswith(f"; use a smaller model, {elsewhere}")
 

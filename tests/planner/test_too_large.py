@@ -99,8 +99,10 @@ RL = [
     "rollout.prompts=512",
     "rollout.rows_per_update=512",
 ]
+BY_ROWS = [f"plans.train.{key}=null" for key in ("max_tokens_per_microbatch", "widths")]
+BY_ROWS += ["plans.train.packing=false"]
 POST_TRAINING = {
-    "sft": [*SFT, "plans.train.rows_per_microbatch=64", "plans.eval.rows_per_microbatch=64"],
+    "sft": [*SFT, *BY_ROWS, "plans.train.rows_per_microbatch=64", "plans.eval.rows_per_microbatch=64"],
     "ppo_arithmetic": [*RL, "plans.train.rows_per_microbatch=64", "plans.critic.rows_per_microbatch=64"],
     "grpo_arithmetic": [
         *RL,

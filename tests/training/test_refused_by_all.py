@@ -17,7 +17,7 @@ class OfTwo(_Loop):
         self._hosts = SimpleNamespace(
             count=2, first=lambda function: [self.calls.append("meets"), function()]
         )
-        self._guard = SimpleNamespace(failed=0)
+        self._guard, self._work = SimpleNamespace(failed=0), SimpleNamespace(train_state=None)
         waits = lambda: self.calls.append("waits")  # noqa: E731
         self._run = SimpleNamespace(done=1, total=4, newest_saved=1, wait_saved=waits)
 
