@@ -1736,7 +1736,7 @@ MUTATIONS = (
     Mutation(
         "run_of_before_continued_by_a_restart",
         "cli/supervisor.py",
-        "begun = self._line.has_begun() or begun",
+        "begun = self._connection.has_begun() or begun",
         "begun = True",
         "cli/test_supervisor.py::test_a_job_that_ended_before_its_run_had_begun_is_started_as_at_first",
     ),

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from jaxfb.process.exit_codes import DONE, FAULTY, GAVE_UP, LOST, REFUSED, RESUMABLE, UNWRITTEN
-from jaxfb.process.launcher import Line
+from jaxfb.process.launcher import Connection
 from jaxfb.process.loopback import free_port
 from jaxfb.process.signals import ENDING, caught_here
 
@@ -55,13 +55,13 @@ class Supervisor:
         """
         self._children: list[subprocess.Popen] = []
         self._signalled: int | None = None
-        self._line = Line()
+        self._connection = Connection()
         before = {number: signal.signal(number, self._pass_on) for number in caught_here()}
         try:
             code = self._supervise()
             return code if code >= 0 else 128 - code
         finally:
-            self._line.close()
+            self._connection.close()
             for number, handler in before.items():
                 signal.signal(number, handler)
 
@@ -74,7 +74,7 @@ class Supervisor:
                 return RESUMABLE
             if code in FINAL or self._signalled:
                 return code
-            begun = self._line.has_begun() or begun
+            begun = self._connection.has_begun() or begun
             failures = 1 if time.monotonic() - started > self.healthy else failures + 1
             if failures > self.restarts:
                 self.report(f"jaxfb: [launch] {_ending(code)} {failures} times in a row; giving up")
@@ -103,8 +103,8 @@ class Supervisor:
         coordinator = f"127.0.0.1:{free_port()}" if self.processes > 1 else None
         for index in range(self.processes):
             line, environment = self.command(index, self.processes, coordinator, begun)
-            environment = {**os.environ, **environment, **self._line.environment}
-            child = subprocess.Popen(line, env=environment, pass_fds=self._line.passed)
+            environment = {**os.environ, **environment, **self._connection.environment}
+            child = subprocess.Popen(line, env=environment, pass_fds=self._connection.passed)
             self._children.append(child)
             if self._signalled:  # while it was being started, so that it was not passed on to it
                 child.send_signal(self._signalled)

@@ -16,7 +16,7 @@ from jaxfb.cli.given import hosts_given
 from jaxfb.cli.memory import lacks_memory
 from jaxfb.cli.options import LAUNCHED
 from jaxfb.process.exit_codes import DONE, REFUSED, RESUMABLE
-from jaxfb.process.launcher import follow
+from jaxfb.process.launcher import end_with_launcher
 from jaxfb.process.signals import caught_here
 from jaxfb.refusal import Refused
 
@@ -30,7 +30,7 @@ def train(options) -> int:
     """
     _check_open_files()
     with redirect_stdout(_WhileRead(sys.stdout)), _starting(), _configured(options) as config:
-        follow()
+        end_with_launcher()
         code = _ended(config, options)
         if options.smoke:
             worked = {DONE: "worked", RESUMABLE: "was stopped"}.get(code, "did not end as it should")

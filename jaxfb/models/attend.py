@@ -13,7 +13,7 @@ from jaxfb.models.attention import Attend, choose_backend, packed_attention, run
 from jaxfb.models.config import TransformerConfig
 from jaxfb.parallel.context import context_attention, exchanged, size_here
 from jaxfb.parallel.scores import PLAIN
-from jaxfb.parallel.tensor import on_head_shards
+from jaxfb.parallel.tensor import num_shards, on_head_shards
 
 KERNELS = ("auto", "splash")
 """Values of `attention` with which a TPU's kernels may attend over a context axis."""
@@ -81,7 +81,7 @@ def _exchange_pays(backend: str, query: jax.Array, key: jax.Array, packed: bool,
 
 def _cuts_heads(key: jax.Array) -> bool:
     """Returns whether the context axis and then the tensor axis divide the kv heads."""
-    return key.shape[2] % (size_here() * jax.sharding.get_abstract_mesh().shape.get("tensor", 1)) == 0
+    return key.shape[2] % (size_here() * num_shards()) == 0
 
 
 def _context_kernel(method: str, window: int | None, query: jax.Array, key: jax.Array) -> Callable | None:

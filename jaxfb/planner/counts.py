@@ -16,6 +16,7 @@ from jaxfb.forward_backward.ahead import gathers_ahead, halves_pay
 from jaxfb.forward_backward.last_microbatch import obstacle_to_overlap, overlaps
 from jaxfb.models import splash, splash_gather
 from jaxfb.models.attend import LONGEST_PACKED
+from jaxfb.models.attention import runs_cudnn
 from jaxfb.models.config import TransformerConfig, num_params, seen_share
 from jaxfb.models.layout import layers_of_stages
 from jaxfb.models.pattern import stack_of
@@ -424,11 +425,15 @@ def context_method(config: Config, sizes: TransformerConfig, topology: Topology)
 
 def _exchange_pays(config: Config, sizes: TransformerConfig) -> bool:
     """Returns whether cuDNN's kernel takes whole sequences of the heads that an exchange leaves on a GPU."""
-    packed = config.data.packing != "stream" and config.data.sequence_length > LONGEST_PACKED
-    cut = sizes.num_kv_heads % (config.mesh.context * config.mesh.tensor) == 0
-    two_bytes = jnp.dtype(config.precision.compute_dtype).itemsize == 2
-    fits = sizes.head_size % 8 == 0 and sizes.head_size <= 128 and sizes.variant.has_plain_scores
-    return sizes.attention != "xla" and cut and not packed and two_bytes and fits
+    packed, length = config.data.packing != "stream", config.data.sequence_length
+    if sizes.num_kv_heads % (config.mesh.context * config.mesh.tensor) or (
+        packed and length > LONGEST_PACKED
+    ):
+        return False
+    dtype = jnp.dtype(config.precision.compute_dtype)
+    query = jax.ShapeDtypeStruct((1, length, sizes.num_heads, sizes.head_size), dtype)
+    asked = "cudnn" if sizes.attention == "auto" else sizes.attention  # the GPU is not at hand
+    return runs_cudnn(asked, query, packed=packed, plain=sizes.variant.has_plain_scores)
 
 
 def _context_refusal(config: Config, sizes: TransformerConfig, gathers: bool) -> str | None:

@@ -1,7 +1,7 @@
 """Connects the processes of a job with the `jaxfb launch` that started them, which may end before they do.
 
 A process reports that its run has begun: only then another start may continue what lies in its directory. The launcher
-writes nothing; that its end of the line closes is how a process notices that it is gone, kill -9 included.
+writes nothing; that its end of the connection closes is how a process notices that it is gone, kill -9 included.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ VARIABLE = "JAXFB_LAUNCHER"
 """Of the environment: the number of the file descriptor at which the launcher can be reached."""
 
 
-class Line:
-    """The launcher's end. Whoever starts a process passes it `environment` and the file descriptors `passed`."""
+class Connection:
+    """Connects the launcher with processes that it starts with this `environment` and the file descriptors `passed`."""
 
     def __init__(self):
         self._end, self._others_end = socket.socketpair()
@@ -43,27 +43,27 @@ class Line:
 
 
 def tell_begun() -> None:
-    """Reports to the launcher, if there is one, that the run has begun: what lies in its directory is now its own."""
-    if (line := _line()) is not None:
+    """Reports to the launcher, if there is one, that the run has begun, so that its directory holds no older one."""
+    if (number := _descriptor()) is not None:
         with contextlib.suppress(OSError):
-            os.write(line, b"\0")
+            os.write(number, b"\0")
 
 
-def follow() -> None:
+def end_with_launcher() -> None:
     """Ends this process as a closed terminal does, once the launcher that started it is gone; nothing without one."""
-    if (line := _line()) is not None:
-        threading.Thread(target=_wait, args=(line, _hang_up), name="jaxfb launcher", daemon=True).start()
+    if (number := _descriptor()) is not None:
+        threading.Thread(target=_wait, args=(number, _hang_up), name="jaxfb launcher", daemon=True).start()
 
 
-def _line() -> int | None:
-    """Returns the process's end of the line; None where nobody has launched it."""
+def _descriptor() -> int | None:
+    """Returns the file descriptor of the process's end of the connection; None where nobody has launched it."""
     text = os.environ.get(VARIABLE, "")
     return int(text) if text.isdecimal() else None
 
 
-def _wait(line: int, then: Callable[[], Any]) -> None:
+def _wait(number: int, then: Callable[[], Any]) -> None:
     with contextlib.suppress(OSError):  # no such file: it was not passed on to this process
-        while os.read(line, 1):
+        while os.read(number, 1):
             pass
         then()
 

@@ -113,11 +113,6 @@ def unsound_leaves(tree: Any) -> list[str]:
     return [name for name, is_finite in finite(by_path(tree)).items() if not is_finite]
 
 
-def is_alive(tree: Any) -> bool:
-    """Returns whether no array of a tree was deleted, as those that a compiled function was given to overwrite are."""
-    return not any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(tree))
-
-
 def by_path(tree: Any) -> dict[str, Any]:
     """Returns the leaves of a tree by their paths, such as "['layers']['w1']"."""
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}

@@ -25,7 +25,7 @@ class Log(Callback):
 
     def __init__(self, run: Run, fail: Callable[[str, str], None]):
         self._fail, self._failed, self._path = fail, False, run.directory.metrics
-        self._check_place = run.check_place
+        self._check_directory = run.check_directory
         self._every, self._total = run.config.log.every, run.total
         self._progress = Progress(run.total, run.done)
         self._throughput, self._timed = Throughput(), False
@@ -68,7 +68,7 @@ class Log(Callback):
 
     def _write(self, step: int, record: Mapping[str, Any]) -> None:
         with self._noticing():
-            self._check_place()
+            self._check_directory()
             self._writer.write(step, record)
 
     @contextmanager

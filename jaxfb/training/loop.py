@@ -31,7 +31,7 @@ from jaxfb.training.compile_cache import use_compile_cache
 from jaxfb.training.continuing import after_a_loss, again, already_finished, left, saved, where_from
 from jaxfb.training.disk import bytes_of, lack_of_space
 from jaxfb.training.ending import after_failures, after_fault
-from jaxfb.training.guard import DeviceFault, GuardAbort, NonFiniteAbort, is_alive
+from jaxfb.training.guard import DeviceFault, GuardAbort, NonFiniteAbort
 from jaxfb.training.guards import Guards, Spike
 from jaxfb.training.hosts import Hosts, RefusedByAll
 from jaxfb.training.interrupt import Interrupt, Stopped, keep_for_good, stopped_early
@@ -43,6 +43,7 @@ from jaxfb.training.run_lock import RunLock, claim
 from jaxfb.training.session import Result, Run
 from jaxfb.training.undo import Undo
 from jaxfb.training.work import Work
+from jaxfb.update.arguments import deleted_leaf
 from jaxfb.update.train_step import StepMetrics
 
 MakeWork = Callable[[Any, Hosts], Work]
@@ -159,7 +160,7 @@ class _Loop:
         hosts.first(lambda: run_.directory.create(run_.config, plan, tokenizer, run_.done))
         hosts.first(lambda: self._work.write_start(run_.directory))
         _check_shared(hosts, run_.directory)
-        run_.settle()
+        run_.note_directory()
         run_.open_local()
         if hosts.is_first:
             for title, rows in self._work.tables():
@@ -302,8 +303,8 @@ class _Loop:
         except ValueError as error:
             self._arrive()
             alone = self._hosts.count > 1 and not isinstance(error, RefusedByAll)
-            gone = not is_alive(self._work.train_state)  # a function of the caller overwrote it
-            if alone or gone or self._guard.failed or not self._run.done:
+            overwritten = deleted_leaf(self._work.train_state) is not None  # by a function of the caller
+            if alone or overwritten or self._guard.failed or not self._run.done:
                 raise
             self._save()
             self._run.wait_saved()

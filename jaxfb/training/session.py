@@ -212,11 +212,11 @@ class Run(AbstractContextManager["Run"]):
         self.say(f"update {update} is read from the hosts' own disks")
         return state, record
 
-    def settle(self) -> None:
+    def note_directory(self) -> None:
         """Notes which directory is the run's: what lies at its path later may be another run."""
         self._opened = OpenDirectory(self.directory.path)
 
-    def check_place(self) -> None:
+    def check_directory(self) -> None:
         """Checks that what lies at the run's path is still its own directory.
 
         Raises:
@@ -346,7 +346,7 @@ class Run(AbstractContextManager["Run"]):
         """
         if self.is_saved:
             return False
-        self.check_place()
+        self.check_directory()
         if not self.directory.is_run():
             raise self._displaced()
         with self.phases("saving"):

@@ -66,12 +66,19 @@ def check_limits(limits: Any) -> tuple[float, ...]:
 
 def check_alive(state: PyTree) -> None:
     """Raises ValueError if an array of the state is gone because a step was given it."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+    if (name := deleted_leaf(state)) is not None:
+        raise Refused(
+            f"state{name} is deleted: a step overwrites the state that it is given; use the one that it returned, or "
+            "give it a copy, jax.tree.map(jnp.copy, state)"
+        )
+
+
+def deleted_leaf(tree: PyTree) -> str | None:
+    """Returns the path of an array that a compiled function has overwritten; None where there is none."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
-            raise Refused(
-                f"state{jax.tree_util.keystr(path)} is deleted: a step overwrites the state that it is given; use the "
-                "one that it returned, or give it a copy, jax.tree.map(jnp.copy, state)"
-            )
+            return jax.tree_util.keystr(path)
+    return None
 
 
 def check_state(state: Any, optimizer: Any, loss_scale: Any) -> None:

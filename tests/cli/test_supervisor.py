@@ -197,7 +197,7 @@ Supervisor(lambda index, *_: ([*line, str(index)], {}), 2).run()
 """
 FOLLOWER = """
 import pathlib, signal, sys, time
-from jaxfb.process.launcher import follow
+from jaxfb.process.launcher import end_with_launcher
 place = pathlib.Path(sys.argv[1]) / sys.argv[2]
 def end(number, frame):
     place.write_text(signal.Signals(number).name)
@@ -205,7 +205,7 @@ def end(number, frame):
 for number in (signal.SIGTERM, signal.SIGHUP):
     if signal.getsignal(number) != signal.SIG_IGN:
         signal.signal(number, end)
-follow()
+end_with_launcher()
 place.touch()
 time.sleep(60)
 """

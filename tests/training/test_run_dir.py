@@ -23,7 +23,7 @@ from jaxfb.cli.commands import main
 from jaxfb.config import ConfigError, load_config
 from jaxfb.metrics import read_jsonl
 from jaxfb.planner import host_fit
-from jaxfb.process.launcher import Line
+from jaxfb.process.launcher import Connection
 from jaxfb.training.ending import where_it_lies
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.run_lock import OpenDirectory, RunLock
@@ -352,10 +352,10 @@ def test_fresh_moves_runs_and_nothing_else(stopped, tmp_path, capsys):
 
 def test_a_launcher_hears_that_a_run_has_begun_once_the_older_one_is_aside(stopped, capsys, monkeypatch):
     """Its next start continues what lies in the directory."""
-    line, moved = Line(), RunDirectory.move_aside
+    line, moved = Connection(), RunDirectory.move_aside
     for name, value in line.environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("jaxfb.cli.training.follow", lambda: None)
+    monkeypatch.setattr("jaxfb.cli.training.end_with_launcher", lambda: None)
     refused(capsys, stopped)
     told = [line.has_begun()]
 
