@@ -62,10 +62,14 @@ def _descriptor() -> int | None:
 
 
 def _wait(number: int, then: Callable[[], Any]) -> None:
-    with contextlib.suppress(OSError):  # no such file: it was not passed on to this process
+    try:
         while os.read(number, 1):
             pass
-        then()
+    except ConnectionResetError:  # the launcher ended before it had read the report of this process
+        pass
+    except OSError:  # no such file: it was not passed on to this process
+        return
+    then()
 
 
 def _hang_up() -> None:

@@ -197,7 +197,7 @@ Supervisor(lambda index, *_: ([*line, str(index)], {}), 2).run()
 """
 FOLLOWER = """
 import pathlib, signal, sys, time
-from jaxfb.process.launcher import end_with_launcher
+from jaxfb.process.launcher import end_with_launcher, tell_begun
 place = pathlib.Path(sys.argv[1]) / sys.argv[2]
 def end(number, frame):
     place.write_text(signal.Signals(number).name)
@@ -206,6 +206,7 @@ for number in (signal.SIGTERM, signal.SIGHUP):
     if signal.getsignal(number) != signal.SIG_IGN:
         signal.signal(number, end)
 end_with_launcher()
+tell_begun()  # which the launcher has not read when it is killed
 place.touch()
 time.sleep(60)
 """
