@@ -1734,6 +1734,13 @@ MUTATIONS = (
         "cli/test_supervisor.py::test_it_gives_up_after_so_many_restarts_in_a_row",
     ),
     Mutation(
+        "killed_launcher_unnoticed_behind_a_report",
+        "process/launcher.py",
+        "except ConnectionResetError:",
+        "except BrokenPipeError:",
+        "cli/test_supervisor.py::test_the_processes_of_a_launcher_that_is_killed_end_as_at_a_closed_terminal",
+    ),
+    Mutation(
         "run_of_before_continued_by_a_restart",
         "cli/supervisor.py",
         "begun = self._connection.has_begun() or begun",
