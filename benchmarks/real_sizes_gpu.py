@@ -39,9 +39,22 @@ INPUTS_ON_HOST = ("parallel.remat=offload",)
 OVERLAP = ("model.expert_overlap=true", "parallel.remat=halves")
 EIGHT_STAGES = (*LIKE_DEEPSEEK, "model.num_layers=64", "mesh.expert=64", "batch.rows_per_microbatch=1")
 """Stages of eight layers; with experts over fewer hosts the program does not fit."""
+
+
+def of_long_rows(length: int, context: int, rows: int) -> Job:
+    """Returns a job of packed rows, one a microbatch, that a context axis cuts over 32 H100."""
+    layout = (
+        f"data.sequence_length={length} mesh.context={context} mesh.fsdp={32 // context} batch.rows={rows}"
+    )
+    return Job("8b-h100", "gpu:h100x32", (*layout.split(), "batch.rows_per_microbatch=1"))
+
+
 JOBS = {
     "8B, 8 H100": Job("8b-h100", "gpu:h100x8"),
     "8B, 64 H100": Job("8b-h100", "gpu:h100x64"),
+    "8B at 32k tokens, 32 H100, fsdp 8 x context 4": of_long_rows(32768, 4, 32),
+    "8B at 128k tokens, 32 H100, fsdp 4 x context 8": of_long_rows(131072, 8, 16),
+    "8B at 128k tokens, 32 H100, fsdp 2 x context 16": of_long_rows(131072, 16, 8),
     "14B, 8 H200": Job("8b-h100", "gpu:h200x8", FOURTEEN),
     "14B, 8 H200, layers' inputs on the host": Job("8b-h100", "gpu:h200x8", FOURTEEN + INPUTS_ON_HOST),
     "70B, 512 H100": Job("70b-h100", "gpu:h100x512"),

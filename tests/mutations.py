@@ -1664,6 +1664,27 @@ MUTATIONS = (
         "parallel/test_totals.py::test_a_checksum_is_the_same_on_the_host_on_one_device_and_on_any_mesh",
     ),
     Mutation(
+        "biases_of_blocks_kept_for_the_backward",
+        "models/cudnn.py",
+        "primitive.name == _KEPT",
+        "True",
+        "models/test_attention_gpu.py::test_long_packed_rows_are_blocks_that_keep_no_bias",
+    ),
+    Mutation(
+        "first_half_of_the_keys_taken_for_the_first_devices",
+        "models/cudnn_gather.py",
+        "x.reshape(rows, size_here(), 2, -1, *x.shape[2:])[:, :, 0]",
+        "x.reshape(rows, 2, size_here(), -1, *x.shape[2:])[:, 0]",
+        "models/test_cudnn.py::test_gathered_keys_give_attention_on_one_device",
+    ),
+    Mutation(
+        "gradients_of_blocks_summed_in_bfloat16",
+        "models/cudnn.py",
+        "return x.astype(statistics_dtype(x.dtype))",
+        "return x",
+        "models/test_cudnn.py::test_gradients_of_keys_are_summed_in_float32",
+    ),
+    Mutation(
         "exchanged_heads_attend_without_a_kernel",
         "models/attend.py",
         'backend=backend if _cuts_heads(key) else "xla", window=window',

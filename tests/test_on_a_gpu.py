@@ -11,6 +11,7 @@ import toy
 from comparisons import close, on_the_host
 
 import jaxfb
+from jaxfb.models import cudnn
 from jaxfb.models.attention import packed_attention
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.grouped_matmul import grouped_matmul
@@ -86,6 +87,26 @@ def test_flash_attention_is_attention(size, segments):
         for backend in ("cudnn", "xla")
     )
     close(ours, plain, 3e-2)
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_blocks_of_queries_are_attention_at_once(monkeypatch, window):
+    rng = np.random.default_rng(0)
+    draw = lambda heads: jnp.asarray(rng.normal(size=(2, 1024, heads, 64)), jnp.bfloat16)  # noqa: E731
+    query, key, value = draw(4), draw(2), draw(2)
+    documents = jnp.broadcast_to(jnp.arange(1024) // 300 + 1, (2, 1024))
+
+    def gradients(backend, largest):
+        monkeypatch.setattr(cudnn, "LARGEST_WHOLE", largest)
+
+        def loss(*qkv):
+            out = packed_attention(*qkv, segments=documents, backend=backend, window=window)
+            return (out.astype(jnp.float32) ** 2).sum()
+
+        return jax.jit(jax.grad(loss, (0, 1, 2)))(query, key, value)
+
+    close(gradients("cudnn", 0), gradients("xla", 0), 3e-2)
+    close(gradients("cudnn", 0), gradients("cudnn", 2**31), 3e-2)
 
 
 @pytest.mark.parametrize("sizes", [[100, 0, 700, 200], [0, 0, 0, 0], [1, 1022, 0, 1]], ids=str)

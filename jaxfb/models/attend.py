@@ -8,18 +8,16 @@ from functools import partial
 import jax
 
 from jaxfb.mesh import platform_here
-from jaxfb.models import splash, splash_gather, splash_ring
-from jaxfb.models.attention import Attend, choose_backend, packed_attention, runs_cudnn
+from jaxfb.models import cudnn, splash, splash_gather, splash_ring
+from jaxfb.models.attention import Attend, choose_backend, packed_attention
 from jaxfb.models.config import TransformerConfig
+from jaxfb.models.cudnn_gather import cudnn_gathered
 from jaxfb.parallel.context import context_attention, exchanged, size_here
 from jaxfb.parallel.scores import PLAIN
 from jaxfb.parallel.tensor import num_shards, on_head_shards
 
 KERNELS = ("auto", "splash")
 """Values of `attention` with which a TPU's kernels may attend over a context axis."""
-LONGEST_PACKED = 32_768
-"""Tokens of packed rows up to which they are exchanged on GPUs unless it is asked for: cuDNN's mask and its gradient
-have a number for each pair of tokens, 2 GB each at this length."""
 
 
 def attend_to(config: TransformerConfig, segments: jax.Array | None) -> Attend:
@@ -31,12 +29,11 @@ def attend_to(config: TransformerConfig, segments: jax.Array | None) -> Attend:
 def _attend_packed(query, key, value, scores=PLAIN, *, segments, backend, context, window):
     if size_here() == 1:
         return _whole(query, key, value, scores, segments, backend=backend, window=window), None
-    packed, plain = segments is not None, scores.are_plain
-    context = context_method(context, backend, query, key, packed=packed, plain=plain)
+    context = context_method(context, backend, query, key, plain=scores.are_plain)
     if context == "all_to_all":
         attend = partial(_whole, backend=backend if _cuts_heads(key) else "xla", window=window)
         return exchanged(attend, query, key, value, scores, segments), None
-    attend = _context_kernel(context, window, query, key) if backend in KERNELS else None
+    attend = _context_kernel(context, backend, window, query, key, scores.are_plain)
     if attend is not None:
         return _on_head_shards(attend, query, key, value, scores, segments), None
     attend = partial(context_attention, method=context, window=window)
@@ -52,31 +49,28 @@ def _whole(query, key, value, scores, segments, *, backend, window):
     return _on_head_shards(attend, query, key, value, scores, segments)
 
 
-def context_method(
-    asked: str, backend: str, query: jax.Array, key: jax.Array, *, packed: bool, plain: bool = True
-) -> str:
+def context_method(asked: str, backend: str, query: jax.Array, key: jax.Array, *, plain: bool = True) -> str:
     """Returns how a device's [R, T, H, K] and [R, T, G, K] attend over the context axis.
 
     For "auto" keys are gathered where a TPU's kernel takes them: a ring merges what its turns return through HBM,
-    which takes a tenth of a step at 131,072 tokens over 16 devices. Without that kernel all scores of a device's
-    queries would exist at once. On GPUs tokens are exchanged for heads where cuDNN's kernel takes what comes of it: 8B
-    at 32,768 tokens on 32 H100, fsdp 8 x context 4, takes 3.8 s in place of 14.9 s and 13.5 GB in place of 39.3 GB (by
-    XLA of jax 0.10.2).
+    which takes a tenth of a step at 131,072 tokens over 16 devices. Without a kernel all scores of a device's
+    queries would exist at once. On GPUs tokens are exchanged for heads where the heads can be cut, and else keys are
+    gathered, if cuDNN's kernel takes what comes of it. 8B at 32,768 tokens on 32 H100, fsdp 8 x context 4, takes 3.8 s
+    in place of 14.9 s by a ring and 13.5 GB in place of 39.3 GB (by XLA of jax 0.10.2).
     """
     if asked != "auto":
         return asked
     if backend in KERNELS and splash_gather.refusal(query, key) is None:
         return "all_gather"
-    return "all_to_all" if _exchange_pays(backend, query, key, packed, plain) else "ring"
+    if not _takes_cudnn(backend, query, plain):
+        return "ring"
+    return "all_to_all" if _cuts_heads(key) else "all_gather"
 
 
-def _exchange_pays(backend: str, query: jax.Array, key: jax.Array, packed: bool, plain: bool) -> bool:
-    """Returns whether cuDNN's kernel takes whole sequences of the heads that an exchange leaves on a device."""
-    length = query.shape[1] * size_here()
-    if not _cuts_heads(key) or (packed and length > LONGEST_PACKED):
-        return False
-    whole = jax.ShapeDtypeStruct((query.shape[0], length, *query.shape[2:]), query.dtype)
-    return platform_here() == "gpu" and runs_cudnn(backend, whole, packed=packed, plain=plain)
+def _takes_cudnn(backend: str, query: jax.Array, plain: bool) -> bool:
+    """Returns whether cuDNN's kernel takes either half of a device's queries."""
+    half = jax.ShapeDtypeStruct((query.shape[0], query.shape[1] // 2, *query.shape[2:]), query.dtype)
+    return platform_here() == "gpu" and cudnn.runs(backend, half, packed=True, plain=plain)
 
 
 def _cuts_heads(key: jax.Array) -> bool:
@@ -84,8 +78,14 @@ def _cuts_heads(key: jax.Array) -> bool:
     return key.shape[2] % (size_here() * num_shards()) == 0
 
 
-def _context_kernel(method: str, window: int | None, query: jax.Array, key: jax.Array) -> Callable | None:
-    """Returns a function by a TPU's kernels for attention over a context axis; None where they cannot run."""
+def _context_kernel(
+    method: str, backend: str, window: int | None, query: jax.Array, key: jax.Array, plain: bool
+) -> Callable | None:
+    """Returns a function by kernels for attention over a context axis; None where they cannot run."""
+    if method == "all_gather" and _takes_cudnn(backend, query, plain):
+        return partial(cudnn_gathered, window=window)
+    if backend not in KERNELS:
+        return None
     if method == "all_gather" and splash_gather.refusal(query, key) is None:
         return partial(splash_gather.splash_gathered, window=window)
     ring = method == "ring" and window is None and splash.refusal_of_halves(query, key) is None

@@ -18,15 +18,13 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh
 
 from jaxfb.mesh import axis_size, manual_axes, platform_here
-from jaxfb.models import splash
+from jaxfb.models import cudnn, splash
 from jaxfb.models.blocked_attention import blocked_attention
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.layers import Linear, RMSNorm, fan_in_init, residual_init, statistics_dtype
 from jaxfb.models.rope import rotate
-from jaxfb.parallel.context import within_window
 from jaxfb.parallel.scores import PLAIN, Scores
 from jaxfb.parallel.tensor import constrain, residual_stream
-from jaxfb.platforms.kinds import compute_capability
 from jaxfb.refusal import Refused
 
 # (query_RTHK, key_RTGK, value_RTGK, Scores if they are not plain) -> (context_RTHK, anything to hand back, as a cache)
@@ -131,28 +129,10 @@ def packed_attention(
     chosen = choose_backend(backend, query, key, packed=packed, plain=scores.are_plain)
     if chosen == "splash":
         return splash.splash_attention(query, key, value, segments, scores, window=window)
+    if chosen == "cudnn":
+        return cudnn.causal(query, key, value, segments, window)
     mask = (segments[:, None, :, None] == segments[:, None, None, :]) if packed else None
-    return attention(query, key, value, scores, mask=mask, is_causal=True, backend=chosen, window=window)
-
-
-def attention(
-    query, key, value, scores=PLAIN, *, mask=None, is_causal=False, backend="xla", window=None
-) -> jax.Array:
-    """Computes softmax(query . key / sqrt(K)) . value; `mask` bool[R, 1, T, S] is True where a query may look."""
-    if backend != "cudnn":
-        return blocked_attention(query, key, value, scores, mask=mask, is_causal=is_causal, window=window)
-    if mask is not None and window is not None:  # cuDNN has no window beside a bias
-        near = within_window(jnp.arange(query.shape[1]), jnp.arange(key.shape[1]), window)
-        mask, window = mask & near, None
-    return jax.nn.dot_product_attention(
-        query,
-        key,
-        value,
-        mask=mask,
-        is_causal=is_causal,
-        implementation="cudnn",
-        local_window_size=None if window is None else (window - 1, 0),
-    )
+    return blocked_attention(query, key, value, scores, mask=mask, is_causal=True, window=window)
 
 
 def choose_backend(backend: str, query: Any, key: Any, *, packed: bool, plain: bool = True) -> str:
@@ -160,8 +140,7 @@ def choose_backend(backend: str, query: Any, key: Any, *, packed: bool, plain: b
 
     On NVIDIA GPUs that is cuDNN's, from Ampere on (compute capability 8.0), in bfloat16 or float16, with a head size
     that is a multiple of 8 and at most 128 (256 from Hopper on), and for packed rows an even T. They are legal but not
-    free: cuDNN takes the segments as a bias in the compute dtype, [R, 1, T, T]; its own packed layout has no public
-    JAX name.
+    free: cuDNN takes the segments as a bias in the compute dtype (`jaxfb.models.cudnn`).
 
     On TPUs it is splash, in bfloat16 or float32, where T is a multiple of 128, the head size at most 256, and `tensor`
     divides the kv heads; inside `jax.shard_map`, as in the engine: elsewhere XLA might have to cut it, and cannot.
@@ -175,7 +154,7 @@ def choose_backend(backend: str, query: Any, key: Any, *, packed: bool, plain: b
     if backend == "auto":
         return _best(query, key, packed, plain)
     refused = {
-        "cudnn": lambda: _cudnn_refusal(query, packed, plain),
+        "cudnn": lambda: cudnn.refusal(query, packed, plain),
         "splash": lambda: splash.refusal(query, key),
     }
     if backend in refused and (refusal := refused[backend]()):
@@ -183,17 +162,9 @@ def choose_backend(backend: str, query: Any, key: Any, *, packed: bool, plain: b
     return backend
 
 
-def runs_cudnn(backend: str, query: Any, *, packed: bool, plain: bool) -> bool:
-    """Returns whether a config's setting is cuDNN's attention for these queries on a GPU; arguments as those of
-    `choose_backend`.
-    """
-    wanted = backend == "cudnn" or (backend == "auto" and compute_capability() >= 8)
-    return wanted and _cudnn_refusal(query, packed, plain) is None
-
-
 def _best(query: Any, key: Any, packed: bool, plain: bool) -> str:
     platform, in_engine = platform_here(), not jax.sharding.get_abstract_mesh().empty
-    if platform == "gpu" and runs_cudnn("auto", query, packed=packed, plain=plain):
+    if platform == "gpu" and cudnn.runs("auto", query, packed=packed, plain=plain):
         return "cudnn"
     if platform == "tpu" and in_engine and splash.refusal(query, key) is None:
         return "splash"
@@ -216,19 +187,3 @@ def check_backend(config: TransformerConfig, mesh: Mesh, dtype: Any, length: int
     )
     with jax.sharding.use_abstract_mesh(inside):
         choose_backend(config.attention, query, key, packed=packed, plain=config.variant.has_plain_scores)
-
-
-def _cudnn_refusal(query: Any, packed: bool, plain: bool) -> str | None:
-    """Returns why cuDNN cannot take these queries and what it could take, or None."""
-    limit = 256 if compute_capability() >= 9 else 128
-    _, length, _, size = query.shape
-    if not plain:
-        return "has neither a soft cap nor sinks; use attention='xla'"
-    if query.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"takes bfloat16 and float16, not {query.dtype}; use compute_dtype='bfloat16'"
-    if size % 8 or size > limit:
-        nearest = min(limit, max(8, round(size / 8) * 8))
-        return f"takes head sizes that are multiples of 8 up to {limit}, not {size}; use head_size={nearest}"
-    if packed and length % 2:
-        return f"takes packed rows of even length, not {length}; use a sequence length of {length + 1}"
-    return None

@@ -52,8 +52,8 @@ class TransformerConfig:
     window:          attention sees a token itself and the window - 1 tokens before it (Mistral's sliding window);
                      None: all before it.
     context_attention: how the parts of a sequence that a context axis cuts attend to each other: "auto": "all_gather"
-                     on TPUs and "all_to_all" on GPUs, where their kernels can run, else "ring"; or one of these
-                     (`jaxfb.parallel.context`).
+                     on TPUs and "all_to_all" on GPUs (or "all_gather" if it cannot cut the heads), where their kernels
+                     can run, else "ring"; or one of these (`jaxfb.parallel.context`).
     sequence_parallel: between the parts of a layer (norms, dropout, residual sums) each device of the tensor
                      axis holds its share of the tokens (`jaxfb.parallel.tensor.residual_stream`).
     loss_chunk:      tokens whose logits are in memory at one time, both forward and backward.

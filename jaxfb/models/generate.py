@@ -20,8 +20,9 @@ import numpy as np
 from jax import lax
 
 from jaxfb.losses.logits import IdRanges, capped
-from jaxfb.models.attention import attention, packed_attention
+from jaxfb.models.attention import packed_attention
 from jaxfb.models.block import Block, rebuilder
+from jaxfb.models.blocked_attention import blocked_attention
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.generate_arguments import (
     check_filters,
@@ -328,7 +329,7 @@ def _decode(config, params, token, slot, cache: Cache) -> tuple[jax.Array, Cache
         visible = places <= slot[:, None]
         if window is not None:
             visible &= within_window(slot, places, window)
-        return attention(query, *kept, *scores, mask=visible[:, None, None, :]), kept
+        return blocked_attention(query, *kept, *scores, mask=visible[:, None, None, :]), kept
 
     hidden, cache = _through_layers(config, params, token[:, None], slot[:, None], attend, cache)
     return hidden[:, 0], cache

@@ -70,7 +70,7 @@ def token_index(length: int, device: jax.Array | None = None) -> jax.Array:
     return jnp.concatenate([device * (length // 2) + piece, (2 * size - 1 - device) * (length // 2) + piece])
 
 
-def _places_of_all(length: int) -> jax.Array:
+def places_of_all(length: int) -> jax.Array:
     """Returns the places in the whole sequence of the `length` tokens of each device, one device after the other."""
     return jnp.concatenate([token_index(length, jnp.int32(device)) for device in range(size_here())])
 
@@ -85,7 +85,7 @@ def whole_rows(x: jax.Array) -> jax.Array:
     """Returns the whole rows [R, T] of an array of which this device has some tokens; `own_part` is its inverse."""
     if size_here() == 1:
         return x
-    order = jnp.argsort(_places_of_all(x.shape[1]))
+    order = jnp.argsort(places_of_all(x.shape[1]))
     return jnp.take(lax.all_gather(x, AXIS, axis=1, tiled=True), order, axis=1)
 
 
@@ -172,7 +172,7 @@ def gathered(query, key, value, sinks, segments, window=None, softcap=None) -> j
     gather = lambda x: gather_summing_wide(x, AXIS, 1)  # noqa: E731
     length = query.shape[1]
     everywhere = lax.all_gather(segments, AXIS, axis=1, tiled=True)
-    mask = visible(token_index(length), _places_of_all(length), segments, everywhere, window)
+    mask = visible(token_index(length), places_of_all(length), segments, everywhere, window)
     return _attended(query, gather(key), gather(value), sinks, mask, softcap)
 
 
@@ -202,7 +202,7 @@ def exchanged(
             f"context attention by all_to_all needs kv heads that context {size} divides, got {key.shape[2]}; "
             'use "ring"'
         )
-    back = _places_of_all(query.shape[1])
+    back = places_of_all(query.shape[1])
     order = jnp.argsort(back)
 
     def to_heads(x):

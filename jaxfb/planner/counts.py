@@ -14,9 +14,7 @@ from jaxfb.config import Config
 from jaxfb.config.adapters import trained_patterns
 from jaxfb.forward_backward.ahead import gathers_ahead, halves_pay
 from jaxfb.forward_backward.last_microbatch import obstacle_to_overlap, overlaps
-from jaxfb.models import splash, splash_gather
-from jaxfb.models.attend import LONGEST_PACKED
-from jaxfb.models.attention import runs_cudnn
+from jaxfb.models import cudnn, splash, splash_gather
 from jaxfb.models.config import TransformerConfig, num_params, seen_share
 from jaxfb.models.layout import layers_of_stages
 from jaxfb.models.pattern import stack_of
@@ -386,7 +384,7 @@ def runs_flash(config: Config, sizes: TransformerConfig, topology: Topology) -> 
         return False
     attends = attends_over(config, sizes, topology)
     if topology.platform == "gpu":
-        return attends is None and dtype.itemsize == 2 and sizes.variant.has_plain_scores
+        return attends != "ring" and dtype.itemsize == 2 and sizes.variant.has_plain_scores
     if attends is None:
         if sizes.num_kv_heads // mesh.context % mesh.tensor and mesh.context > 1:
             return False
@@ -418,22 +416,19 @@ def context_method(config: Config, sizes: TransformerConfig, topology: Topology)
     if sizes.context_attention != "auto":
         return sizes.context_attention
     if topology.platform == "gpu":
-        return "all_to_all" if _exchange_pays(config, sizes) else "ring"
+        return _method_of_gpus(config, sizes)
     kernels = topology.platform == "tpu" and sizes.attention != "xla"
     return "all_gather" if kernels and _context_refusal(config, sizes, gathers=True) is None else "ring"
 
 
-def _exchange_pays(config: Config, sizes: TransformerConfig) -> bool:
-    """Returns whether cuDNN's kernel takes whole sequences of the heads that an exchange leaves on a GPU."""
-    packed, length = config.data.packing != "stream", config.data.sequence_length
-    if sizes.num_kv_heads % (config.mesh.context * config.mesh.tensor) or (
-        packed and length > LONGEST_PACKED
-    ):
-        return False
+def _method_of_gpus(config: Config, sizes: TransformerConfig) -> str:
+    mesh, half = config.mesh, config.data.sequence_length // (2 * config.mesh.context)
     dtype = jnp.dtype(config.precision.compute_dtype)
-    query = jax.ShapeDtypeStruct((1, length, sizes.num_heads, sizes.head_size), dtype)
+    query = jax.ShapeDtypeStruct((1, half, sizes.num_heads, sizes.head_size), dtype)
     asked = "cudnn" if sizes.attention == "auto" else sizes.attention  # the GPU is not at hand
-    return runs_cudnn(asked, query, packed=packed, plain=sizes.variant.has_plain_scores)
+    if not cudnn.runs(asked, query, packed=True, plain=sizes.variant.has_plain_scores):
+        return "ring"
+    return "all_gather" if sizes.num_kv_heads % (mesh.context * mesh.tensor) else "all_to_all"
 
 
 def _context_refusal(config: Config, sizes: TransformerConfig, gathers: bool) -> str | None:

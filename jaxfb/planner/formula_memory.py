@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxfb.config import Config
 from jaxfb.forward_backward.overwriting import overwriting_pays
 from jaxfb.models.config import TransformerConfig, seen_share
+from jaxfb.planner import formula_bias
 from jaxfb.planner.counts import (
     attends_over,
     computed_bytes,
@@ -59,6 +60,9 @@ _AT_WORK_ON_GPU = 1.55
 _GATHERED_BY_MUON, _SHARDS_OF_MUON = 2, 3.5
 """Bytes of a number of a matrix that is whole for the products of Muon's iteration; and arrays in float32 that a device
 has of its own shards of all matrices at that time: updates of 1B on 4 and of 8B on 16 v5p take 5.4 and 20.5 GB."""
+_WIDE_ON_GPU = 4
+"""Bytes more of each gathered number where cuDNN attends: gradients of keys and values are summed in float32. 8B at
+131,072 tokens on 32 H100, fsdp 2 x context 16, takes 14.1 GB."""
 _OUT_OF = 1 / 3
 """Of a layer's numbers, those of matrices out of it: of the down, and about half of attention's."""
 HOLES = {"tpu": 1.12}
@@ -241,7 +245,7 @@ def _layer_work_bytes(config: Config, sizes: TransformerConfig, topology: Topolo
     times = _AT_WORK_ON_GPU if topology.platform == "gpu" and not sizes.num_experts else 2
     times /= 1 if has_backward(config, sizes) else 2
     at_work = _scores(config, sizes, topology) + times * product_width(sizes) / config.mesh.tensor + again
-    gathered = _gathered_keys_bytes(config, sizes, topology)
+    gathered = _gathered_keys_bytes(config, sizes, topology) + formula_bias.memory(config, sizes, topology)
     of_tokens = computed_bytes(config) * tokens * at_work
     return of_tokens + gathered + read_bytes(config, sizes) + _exchanged_rows_bytes(config, sizes)
 
@@ -265,8 +269,10 @@ def _gathered_keys_bytes(config: Config, sizes: TransformerConfig, topology: Top
     if share_ahead(config, sizes, topology) not in (0.0, 1.0):
         return 0.0  # half a layer ahead they are there when what the MLP takes, which is more, is not
     tokens = tokens_of_microbatch(config) * config.mesh.context
-    numbers = 4 * tokens * sizes.num_kv_heads * sizes.head_size / config.mesh.tensor
-    return computed_bytes(config) * numbers
+    each = computed_bytes(config)
+    if topology.platform == "gpu" and runs_flash(config, sizes, topology):
+        each += _WIDE_ON_GPU
+    return 4 * each * tokens * sizes.num_kv_heads * sizes.head_size / config.mesh.tensor
 
 
 def _logit_bytes(config: Config, sizes: TransformerConfig) -> float:

@@ -10,6 +10,7 @@ from jaxfb.models import splash
 from jaxfb.models.adapted import lora_of
 from jaxfb.models.config import TransformerConfig, flops_per_token, seen_share
 from jaxfb.models.pattern import stack_of
+from jaxfb.planner import formula_bias
 from jaxfb.planner.chips import Chip
 from jaxfb.planner.counts import (
     attends_over,
@@ -138,6 +139,10 @@ def _flops_of_kernels(config: Config, sizes: TransformerConfig, topology: Topolo
         counted = seen_share(sizes, config.data.sequence_length)
         passes = 3 * (1 + again) if has_backward(config, sizes) else 1
         return attention_flops(config, sizes) * (2 / counted - 1) * passes
+    if topology.platform == "gpu":
+        return formula_bias.flops(config, sizes, topology) * (
+            (3 * (1 + again)) if has_backward(config, sizes) else 1
+        )
     if topology.platform != "tpu" or not runs_flash(config, sizes, topology):
         return 0.0
     length, attention = config.data.sequence_length, 3 * attention_flops(config, sizes)
@@ -172,6 +177,7 @@ def work_seconds(config: Config, sizes: TransformerConfig, topology: Topology) -
     read = each * moved * of_products * product_width(sizes) * sizes.num_layers
     read += _score_bytes(config, sizes, topology) + _adapter_bytes(config, sizes)
     read *= 1 if has_backward(config, sizes) else 1 / 3
+    read += formula_bias.traffic(config, sizes, topology, forwards_again(config, sizes))
     if config.mesh.tensor > 1:
         read += each * _HIDDEN_OVER_TENSOR * config.mesh.tensor * sizes.hidden_size * sizes.num_layers
     read = (

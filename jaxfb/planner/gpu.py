@@ -151,7 +151,7 @@ def takes_flash(config: Config, topology: Topology) -> bool:
     if chosen not in ("auto", "cudnn"):
         return False
     asked = with_attention(config, "cudnn")
-    if attends_over(asked, model_sizes(asked), topology) is not None:
+    if attends_over(asked, model_sizes(asked), topology) == "ring":
         return False
     mesh: Any = abstract_mesh(config, topology.num_devices, abstract_device(topology))
     try:

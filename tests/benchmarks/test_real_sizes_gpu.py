@@ -31,7 +31,8 @@ def trained(config):
 @pytest.mark.parametrize("name", JOBS)
 def test_a_config_for_one_kind_of_gpu_trains_what_the_other_does(name):
     ours, general = (config_of(JOBS[name], side) for side in SIDES)
-    assert ours.mesh != general.mesh or ours.batch != general.batch
+    same_layout = ours.mesh == general.mesh and ours.batch == general.batch
+    assert same_layout == (ours.mesh.context > 1)  # those rows have a layout of their job
     assert trained(ours) == trained(general)
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxfb
+from jaxfb.models import cudnn
 from jaxfb.models.attention import choose_backend, packed_attention
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params, transformer
@@ -48,6 +49,16 @@ def attention_program(
     return lowered_for_cuda(jax.grad(loss, argnums=(0, 1, 2)), query, key, key, told)
 
 
+def update_program(remat: str, packed: bool = False) -> str:
+    """Of a model's gradients on one device."""
+    fb = jaxfb.get_forward_backward_func(compute_dtype="bfloat16", remat=remat)
+    plan, tokens = jaxfb.BatchPlan(rows=4, rows_per_microbatch=2), jnp.zeros((4, LENGTH), jnp.int32)
+    batch = {"tokens": tokens, "targets": tokens, "loss_mask": jnp.ones((4, LENGTH), jnp.float32)}
+    batch |= {"segments": tokens + 1} if packed else {}
+    params = jax.eval_shape(lambda: init_params(MODEL, jax.random.key(0)))
+    return lowered_for_cuda(lambda p, b: fb(transformer(MODEL), p, b, plan).grads, params, batch)
+
+
 @pytest.mark.parametrize("kv_heads", [HEADS, KV_HEADS, 1])
 def test_causal_rows_are_flash_attention_without_a_mask(kv_heads):
     text = attention_program(kv_heads=kv_heads)
@@ -62,6 +73,26 @@ def test_packed_rows_are_flash_attention_with_a_bias_of_one_head():
     assert calls(text) == (1, 1) and text.count("mask_type\\22: \\22CAUSAL") == 2
     assert f"tensor<{ROWS}x1x{LENGTH}x{LENGTH}xbf16>" in text
     assert f"tensor<{ROWS}x{HEADS}x{LENGTH}x{LENGTH}x" not in text
+
+
+def test_long_packed_rows_are_blocks_that_keep_no_bias(monkeypatch):
+    """Four blocks in a loop and one after them, of each of the two groups; run forward once, also for the backward."""
+    monkeypatch.setattr(cudnn, "LARGEST_WHOLE", 0)
+    monkeypatch.setattr(cudnn, "GROUPS", 2)
+    monkeypatch.setattr(cudnn, "block_size", lambda query, keys: 6)
+    text = attention_program(segments=True)
+    assert calls(text) == (4, 4) and text.count("mask_type\\22: \\22NO_MASK") == 8
+    assert f"x{LENGTH}x{LENGTH}x" not in text
+    of_blocks = rf"tensor<(\d+x)*{ROWS}x1x(4|6)x({LENGTH // 2}|{LENGTH})xbf16>"
+    assert {found[1] for found in re.finditer(of_blocks, text)} == {None}  # no loop stacks those of its turns
+
+
+@pytest.mark.parametrize("remat, forward", [("none", 4), ("selective", 4), ("full", 8)])
+def test_an_update_runs_blocks_forward_once_unless_layers_are_recomputed_whole(monkeypatch, remat, forward):
+    monkeypatch.setattr(cudnn, "LARGEST_WHOLE", 0)
+    monkeypatch.setattr(cudnn, "GROUPS", 4)
+    text = update_program(remat, packed=True)
+    assert calls(text) == (forward, 4)
 
 
 def test_a_window_is_the_kernels_own_or_in_the_bias_of_packed_rows():
@@ -94,12 +125,7 @@ def test_asking_for_cudnn_where_it_cannot_run_is_refused(dtype, length, size, pa
 
 @pytest.mark.parametrize("remat, forward", [("none", 1), ("selective", 1), ("full", 2)])
 def test_an_update_runs_flash_attention_forward_once_unless_layers_are_recomputed_whole(remat, forward):
-    fb = jaxfb.get_forward_backward_func(compute_dtype="bfloat16", remat=remat)
-    plan, tokens = jaxfb.BatchPlan(rows=4, rows_per_microbatch=2), jnp.zeros((4, LENGTH), jnp.int32)
-    batch = {"tokens": tokens, "targets": tokens, "loss_mask": jnp.ones((4, LENGTH), jnp.float32)}
-    params = jax.eval_shape(lambda: init_params(MODEL, jax.random.key(0)))
-    text = lowered_for_cuda(lambda p, b: fb(transformer(MODEL), p, b, plan).grads, params, batch)
-    assert calls(text) == (forward, 1)
+    assert calls(update_program(remat)) == (forward, 1)
 
 
 @pytest.mark.parametrize("sizes", [{"fsdp": 4}, {"data": 2, "tensor": 2}])

@@ -17,7 +17,7 @@ import jaxfb
 from jaxfb.config import load_config
 from jaxfb.forward_backward import Microbatches
 from jaxfb.mesh import AXES
-from jaxfb.models import attend, attention, splash
+from jaxfb.models import attend, attention, cudnn, splash
 from jaxfb.models.attend import context_method
 from jaxfb.models.attention import check_backend, choose_backend, packed_attention
 from jaxfb.models.config import TransformerConfig
@@ -137,7 +137,7 @@ def test_over_a_context_axis_auto_gathers_keys_where_a_kernel_takes_them_and_els
         shapes = (jax.ShapeDtypeStruct((1, length, n, 128), jnp.bfloat16) for n in (4, 2))
         mesh = in_engine(tpu_mesh(context=2, fsdp=2))
         with jax.sharding.use_abstract_mesh(mesh if platform == "tpu" else mesh.update(abstract_device=None)):
-            return context_method(asked, backend, *shapes, packed=True)
+            return context_method(asked, backend, *shapes)
 
     assert chosen() == chosen(backend="splash") == "all_gather"
     assert chosen(backend="xla") == chosen(length=64) == chosen(platform="cpu") == "ring"
@@ -145,19 +145,19 @@ def test_over_a_context_axis_auto_gathers_keys_where_a_kernel_takes_them_and_els
     assert [chosen(asked) for asked in ("ring", "all_to_all")] == ["ring", "all_to_all"]
 
 
-def test_over_a_context_axis_of_gpus_auto_exchanges_tokens_for_heads_where_a_kernel_takes_them(monkeypatch):
+def test_over_a_context_axis_of_gpus_auto_exchanges_heads_or_gathers_keys_where_a_kernel_runs(monkeypatch):
     for module in (attend, attention, splash):
         monkeypatch.setattr(module, "platform_here", lambda: "gpu")
-    monkeypatch.setattr(attention, "compute_capability", lambda: 9.0)
+    monkeypatch.setattr(cudnn, "compute_capability", lambda: 9.0)
 
-    def chosen(backend="auto", heads=8, length=32768, tensor=1, packed=True, **scores) -> str:
+    def chosen(backend="auto", heads=8, length=32768, tensor=1, **scores) -> str:
         shapes = (jax.ShapeDtypeStruct((1, length // 2, n, 128), jnp.bfloat16) for n in (2 * heads, heads))
         with jax.sharding.use_abstract_mesh(in_engine(tpu_mesh(context=2, tensor=tensor))):
-            return context_method("auto", backend, *shapes, packed=packed, **scores)
+            return context_method("auto", backend, *shapes, **scores)
 
-    assert {chosen(), chosen("cudnn"), chosen(length=2**17, packed=False), chosen(tensor=4)} == {"all_to_all"}
-    assert {chosen("xla"), chosen(length=2**17), chosen(heads=3), chosen(tensor=8)} == {"ring"}
-    assert chosen(plain=False) == "ring"
+    assert {chosen(), chosen("cudnn"), chosen(length=2**17), chosen(tensor=4)} == {"all_to_all"}
+    assert {chosen(heads=3), chosen(tensor=8)} == {"all_gather"}
+    assert {chosen("xla"), chosen(length=20), chosen(plain=False)} == {"ring"}
 
 
 def test_the_planner_chooses_as_the_model_does_over_a_context_axis():
@@ -171,7 +171,8 @@ def test_the_planner_chooses_as_the_model_does_over_a_context_axis():
     assert counted(attention="xla") == counted(length=512) == "ring"
     assert counted(context_attention="all_to_all") == "all_to_all"
     assert counted("gpu:h100x8", 32768) == counted("gpu:h100x8", packing="stream") == "all_to_all"
-    assert counted("gpu:h100x8") == counted("gpu:h100x8", 32768, num_kv_heads=2) == "ring"
+    assert counted("gpu:h100x8", num_kv_heads=2) == "all_gather"
+    assert counted("gpu:h100x8", num_kv_heads=2, attention="xla") == "ring"
 
 
 def test_where_integers_have_64_bits_attention_is_plain():

@@ -7,9 +7,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from whole import apply, hidden_states, logits
 
-from jaxfb.models import attention as attention_module
-from jaxfb.models.attention import attention, packed_attention
+from jaxfb.models.attention import choose_backend
 from jaxfb.models.block import Block, rebuilder
+from jaxfb.models.blocked_attention import blocked_attention
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params, transformer
 from jaxfb.parallel.tensor import transformer_param_specs
@@ -91,14 +91,13 @@ def test_loss_of_float32_params_is_that_of_float64(params):
         np.testing.assert_allclose(term.total, exact.total, rtol=close)
 
 
-def test_both_attentions_agree():
-    """float64 takes the written-out softmax, float32 the library's: one formula."""
+def test_attention_in_float32_is_that_in_float64():
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = ((2, 6, 4, 8), (2, 6, 2, 8), (2, 6, 2, 8))
     q, k, v = (jax.random.normal(key, shape, jnp.float64) for key, shape in zip(keys, shapes, strict=True))
     mask = jax.random.bernoulli(keys[0], 0.5, (2, 1, 6, 6)) | jnp.eye(6, dtype=bool)
     every = ({"is_causal": True}, {"mask": mask}, {"mask": mask, "is_causal": True})
-    run = jax.jit(lambda *args: [attention(*args, **how) for how in every])
+    run = jax.jit(lambda *args: [blocked_attention(*args, **how) for how in every])
     singles = run(*(x.astype(jnp.float32) for x in (q, k, v)))
     for single, double in zip(singles, run(q, k, v), strict=True):
         np.testing.assert_allclose(single, double, rtol=0, atol=2e-6)
@@ -120,15 +119,11 @@ def test_both_attentions_agree():
 def test_cudnn_is_chosen_where_it_can_train(
     monkeypatch, platform, capability, dtype, size, length, packed, expected
 ):
-    chosen = []
     device = type("Device", (), {"compute_capability": capability} if capability else {})()
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
-    monkeypatch.setattr(attention_module, "attention", lambda *_, backend, **__: chosen.append(backend))
     q = jax.ShapeDtypeStruct((2, length, 4, size), dtype)
-    segments = jnp.ones((2, length), jnp.int32) if packed else None
-    packed_attention(q, q, q, segments=segments, backend="auto")
-    assert chosen == [expected]
+    assert choose_backend("auto", q, q, packed=packed) == expected
 
 
 def test_a_raw_key_draws_the_numbers_of_a_typed_one():
