@@ -28,7 +28,8 @@ MODELS: Registry[Callable[..., Any]] = Registry(
 """`(vocab_size, **options) -> jaxfb.models.language_model.LanguageModel`, for `jaxfb train` on text."""
 
 OPTIMIZERS: Registry[Callable[..., Any]] = Registry(
-    "optimizer", _all_of(_OPTIMIZERS, "adamw", "lion", "adafactor", "muon", "sgd")
+    "optimizer",
+    _all_of(_OPTIMIZERS, "adamw", "lion", "adafactor", "sgd") | {"muon": "jaxfb.optim.muon:muon"},
 )
 """`(**hyperparameters) -> optax transformation` whose updates are the directions, as `optax.scale_by_adam` is.
 

@@ -1685,6 +1685,20 @@ MUTATIONS = (
         "models/test_cudnn.py::test_gradients_of_keys_are_summed_in_float32",
     ),
     Mutation(
+        "every_device_orthogonalises_all_layers",
+        "update/apply.py",
+        'more["places"] = like(before, places)',
+        "pass",
+        "update/test_muon.py::test_no_device_has_the_matrices_of_all_layers",
+    ),
+    Mutation(
+        "layers_that_fill_up_the_devices_come_back",
+        "parallel/whole_layers.py",
+        "return found[:, : by_stage.shape[1]].reshape(x.shape)",
+        "return found[:, -by_stage.shape[1] :].reshape(x.shape)",
+        "update/test_muon.py::test_updates_are_those_of_one_device",
+    ),
+    Mutation(
         "exchanged_heads_attend_without_a_kernel",
         "models/attend.py",
         'backend=backend if _cuts_heads(key) else "xla", window=window',

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-import optax.contrib
 
 from jaxfb.optim.choose import build, check, choose, is_injected, real
 from jaxfb.optim.hyperparameters import OF_PARAMS, checked, like_params
 from jaxfb.optim.learning_rate import Schedule
-from jaxfb.optim.leaves import has_word, is_stacked, layer_ndim, path_names
+from jaxfb.optim.leaves import is_stacked, path_names
+from jaxfb.optim.muon import Placed
 from jaxfb.optim.weight_decay import decay_mask
 from jaxfb.parts import OPTIMIZERS
 from jaxfb.refusal import Refused, function, instance, shown
@@ -44,7 +44,8 @@ class OptimizerState(NamedTuple):
 class Optimizer(optax.GradientTransformationExtraArgs):
     """An optax transformation that knows the learning rate it will use; made by `make_optimizer`.
 
-    init, update:  as in optax; `update(grads, state, params, samples=None)`.
+    init, update:  as in optax; `update(grads, state, params, samples=None, places=None)`. With places, NamedShardings
+                   of the parameters, Muon orthogonalises whole matrices on each device.
     learning_rate: count (or samples, see `.learning_rate.unit`) -> float[].
     weight_decay:  the same for the weight decay.
     any_order:     whether stacked layers may stand in any order: what it does to one does not depend on its place, and
@@ -116,8 +117,10 @@ def make_optimizer(
         decays_of(params)
         return OptimizerState(jnp.zeros([], jnp.int32), jnp.asarray(rate(0), float), direction.init(params))
 
-    def update(grads, state, params=None, *, samples=None, **extra_args):
+    def update(grads, state, params=None, *, samples=None, places=None, **extra_args):
         check(params is not None, f"{who}: update reads the parameters; call update(grads, state, params)")
+        if isinstance(direction, Placed):
+            extra_args["places"] = places
         directions, inner = direction.update(grads, state.inner, params, **extra_args)
         lr, wd = _at(rate, state.count, samples), _at(decay, state.count, samples)
         updates = jax.tree.map(lambda *leaf: _step(lr, wd, *leaf), directions, params, decays_of(params))
@@ -182,23 +185,6 @@ def of_trained(
         rates = optimizer.learning_rate, optimizer.weight_decay
         return Optimizer(init, update, *rates, optimizer.any_order, optimizer.layers_alike)
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def muon_matrices(params: PyTree) -> PyTree:
-    """Returns the leaves that Muon orthogonalises, as a tree of bool: hidden matrices.
-
-    Leaves of two dimensions in one layer, or of three under a name with "expert"; each layer and expert is a
-    separate matrix. Embeddings and the head are left to AdamW, as Muon's author advises, and so are other
-    shapes, whose rows and columns are unknown.
-    """
-
-    def is_matrix(path, leaf):
-        ndim = layer_ndim(path, leaf)
-        matrix = ndim == 2 or (ndim == 3 and has_word(path, "expert"))
-        head = "layers" not in path_names(path) and has_word(path, "head")
-        return matrix and not head and not has_word(path, "embed", "norm", "bias")
-
-    return jax.tree_util.tree_map_with_path(is_matrix, params)
 
 
 def _as_schedule(who: str, name: str, rate: Rate) -> Callable[[Any], jax.Array]:
@@ -275,37 +261,3 @@ def _per_layer(transform: optax.GradientTransformation) -> optax.GradientTransfo
         return (jax.vmap(apply) if is_stacked(path) else apply)(update, param)
 
     return optax.stateless(lambda updates, params: jax.tree_util.tree_map_with_path(one, updates, params))
-
-
-def muon(
-    momentum=0.95,
-    nesterov=True,
-    ns_steps=5,
-    consistent_rms=0.2,
-    b1=0.9,
-    b2=0.95,
-    eps=1e-8,
-    matrices=muon_matrices,
-):
-    """Returns the direction of Muon for matrices and Adam for the rest; see `make_optimizer`."""
-
-    # The last two dims are the matrix; those before them (layers, experts) are a batch of matrices.
-    def last_two(updates):
-        return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(-2, -1), updates)
-
-    def rescale(update):
-        fan_in, fan_out = update.shape[-2:]
-        if consistent_rms is None:
-            return update * max(1, fan_out / fan_in) ** 0.5
-        return update * (consistent_rms * max(fan_in, fan_out) ** 0.5)
-
-    muon = optax.chain(
-        optax.contrib.scale_by_muon(
-            ns_steps=ns_steps, beta=momentum, nesterov=nesterov, eps=eps, weight_dimension_numbers=last_two
-        ),
-        optax.stateless(lambda updates, params: jax.tree.map(rescale, updates)),
-    )
-    return optax.partition(
-        {True: muon, False: optax.scale_by_adam(b1=b1, b2=b2, eps=eps)},
-        lambda params: like_params("make_optimizer('muon'): matrices", matrices(params), params),
-    )

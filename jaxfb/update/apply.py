@@ -15,7 +15,7 @@ import optax
 
 from jaxfb import gradients
 from jaxfb.optim.loss_scale import DynamicLossScale, StaticLossScale
-from jaxfb.optim.optimizers import known_learning_rate
+from jaxfb.optim.optimizers import Optimizer, known_learning_rate
 from jaxfb.output import ForwardBackwardOutput
 from jaxfb.parallel.host_memory import constrained
 from jaxfb.trainable import joined, like
@@ -94,7 +94,7 @@ class Update:
 
     def _tried(self, state: TrainState, out: ForwardBackwardOutput, norm: Any, places: TrainState) -> Tried:
         """Returns what the update is judged by; places: NamedShardings of the state."""
-        attempt = self._attempt(state, out, self.change(state, out), norm)
+        attempt = self._attempt(state, out, self.change(state, out), norm, places.params)
         return self._numbers(state, attempt)
 
     def _changed(
@@ -105,7 +105,8 @@ class Update:
         def change(before):
             trained, opt_state = before
             old = replace(state, params=joined(trained, state.params), opt_state=opt_state)
-            return self._kept(old, self._attempt(old, out, self.change(old, out), trial.grad_norm), places)
+            attempt = self._attempt(old, out, self.change(old, out), trial.grad_norm, places.params)
+            return self._kept(old, attempt, places)
 
         return changed_if(
             trial.applied,
@@ -119,11 +120,13 @@ class Update:
         bad = count_bad(self.trained(state.params), attempt.updates, attempt.params)
         return Tried(gradients.squares(attempt.updates), bad, attempt.clip_coefficient, rate)
 
-    def _attempt(self, state: TrainState, out: ForwardBackwardOutput, grads: PyTree, norm: Any) -> Attempt:
+    def _attempt(
+        self, state: TrainState, out: ForwardBackwardOutput, grads: PyTree, norm: Any, places: PyTree = None
+    ) -> Attempt:
         """Returns the one optax update of the trained leaves, made where the gradients live (under ZeRO-1 cut over
         data).
 
-        grads: what `change` returns. norm: of all of them.
+        grads: what `change` returns. norm: of all of them. places: NamedShardings of whole parameters, or None.
         """
         before = self.trained(state.params)
         with jax.named_scope("optimizer"):
@@ -132,6 +135,8 @@ class Update:
             )
             grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, before)
             more = {"samples": state.samples, "value": out.loss}
+            if isinstance(self.optimizer, Optimizer) and places is not None:
+                more["places"] = like(before, places)
             updates, opt_state = updated(self.optimizer, grads, state.opt_state, before, **more)
             if self.counted is not None:
                 leaves = like(before, self.counted.leaves(state.params))
