@@ -10,6 +10,8 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
@@ -145,11 +147,11 @@ def _further(outside: Sequence[Any], inside: Sequence[Any]) -> int:
 def _of_constant(value: Any) -> Summands:
     if is_traced(value):  # its number is not known yet
         return (Summand(frozenset([CLOSED_OVER]), f"{CLOSED_OVER} {id(value)}"),)
-    array = np.asarray(value) if getattr(value, "dtype", np.dtype(float)).kind != "V" else None
-    if array is not None and array.shape == () and array == 0:
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.extended):
+        return (Summand(frozenset(), f"keys {id(value)}"),)  # numpy takes none
+    array = np.asarray(value)
+    if array.shape == () and array == 0:
         return ()
-    if array is None:
-        return (Summand(frozenset(), "keys"),)
     numbers = hashlib.sha1(array.tobytes()).hexdigest()
     return (Summand(frozenset(), _digest(str(array.shape), str(array.dtype), numbers)),)
 

@@ -71,6 +71,33 @@ def test_a_traced_factor_is_that_of_one_device(sizes, options):
     assert float(out.metrics["factor"]) == float(out.metrics["mean"]) == FACTOR
 
 
+def noisy(key):
+    def loss_fn(params, microbatch, rng):
+        noise = jax.random.normal(key, (WIDTH,))
+        error = ((microbatch["x"] + noise) @ params["gain"]) ** 2 * microbatch["mask"]
+        return Sum(error.sum(), microbatch["mask"].sum())
+
+    return loss_fn
+
+
+@pytest.mark.parametrize("rows", [ROWS, 3])
+def test_a_key_that_is_closed_over_draws_the_same_as_on_one_device(rows):
+    loss_fn = noisy(jax.random.key(1))
+    out = run(loss_fn, {"data": 2}, rows)
+    batch = {name: leaf[:rows] for name, leaf in BATCH.items()}
+    loss, grads = jax.value_and_grad(lambda params: loss_fn(params, batch, None).value)(PARAMS)
+    chex.assert_trees_all_close((out.loss, out.grads), (loss, grads), atol=1e-12)
+
+
+def test_a_key_that_is_closed_over_in_a_sum_that_reads_no_row_is_refused():
+    def loss_fn(params, microbatch, rng):
+        term = noisy(jax.random.key(1))(params, microbatch, rng)
+        return Sum(term.total + jax.random.normal(jax.random.key(2)), term.weight)
+
+    with pytest.raises(ValueError, match="reads no row"):
+        run(loss_fn, {})
+
+
 def test_a_traced_value_that_each_microbatch_would_count_is_refused():
     def loss_fn(added):
         return lambda params, microbatch, rng: Sum(
