@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jaxfb.batch_plan import BatchPlan
 from jaxfb.mesh import axis_size, data_parallel
 from jaxfb.parallel.annotations import check_kinds
+from jaxfb.platforms.compat import is_traced
 from jaxfb.refusal import INT64, Refused, function_of, instance, integer, name_of, shown
 from jaxfb.trainable import Patterns, pruned
 from jaxfb.types import Counted, Halves, Pipelined, PyTree, VocabularyParallel
@@ -155,8 +156,27 @@ def check_params(
             raise Refused(
                 f"every parameter must be an array, {name} is a mere shape, {shown(leaf)}; initialize it first"
             )
+    if concrete:
+        check_alive("params", params)
     if not forward_only:
         _check_trained(pruned(trainable, params))
+
+
+def check_alive(name: str, tree: PyTree) -> None:
+    """Raises ValueError if an array of a tree is gone because a compiled function overwrote it."""
+    if (place := deleted_leaf(tree)) is not None:
+        raise Refused(
+            f"{name}{place} is deleted: a compiled function overwrote it, by donate_argnums of jax.jit or as the state "
+            "of a train step; give a copy that was made before, or what that function returned"
+        )
+
+
+def deleted_leaf(tree: PyTree) -> str | None:
+    """Returns the path of an array that a compiled function has overwritten; None where there is none."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if isinstance(leaf, jax.Array) and not is_traced(leaf) and leaf.is_deleted():
+            return jax.tree_util.keystr(path)
+    return None
 
 
 def is_plain(leaf: Any) -> bool:
@@ -174,6 +194,12 @@ def _check_trained(params: PyTree) -> None:
             raise Refused(
                 f"every parameter must be a float array to have a gradient, params{jax.tree_util.keystr(path)} is "
                 f"{leaf.dtype}; freeze it (trainable=[...] names those that are trained), or pass it in the batch"
+            )
+        if jnp.finfo(leaf.dtype).bits < 16:
+            raise Refused(
+                f"every trained parameter must have at least 16 bits, params{jax.tree_util.keystr(path)} is "
+                f"{leaf.dtype}; keep it in float32 or bfloat16 and cast it in the loss function, or freeze it "
+                "(trainable=[...] names those that are trained)"
             )
 
 

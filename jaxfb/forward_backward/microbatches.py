@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxfb.batch_plan import BatchPlan
-from jaxfb.forward_backward.arguments import is_plain, leaves_of, prng_keys
+from jaxfb.forward_backward.arguments import check_alive, is_plain, leaves_of, prng_keys
 from jaxfb.mesh import axis_size, replica_axes
 from jaxfb.parallel.context import zigzag
 from jaxfb.parallel.sharding import automatic
@@ -177,6 +177,7 @@ def check_leaves(batch: PyTree) -> None:
             "jax.tree.map(lambda *parts: jnp.concatenate(parts), *batch), and the plan cuts them again"
         )
     leaves = leaves_of("batch", batch)
+    check_alive("batch", batch)
     if not leaves:
         raise Refused(f"batch must have at least one array [rows, ...], got {shown(batch)}")
     for path, leaf in leaves:
@@ -189,6 +190,11 @@ def check_leaves(batch: PyTree) -> None:
             raise Refused(
                 f"every leaf of a batch must be an array, batch{jax.tree_util.keystr(path)} is {shown(leaf)}"
             )
+        if not isinstance(leaf, jax.Array | np.ndarray) and not hasattr(leaf, "__jax_array__"):
+            raise Refused(
+                f"every leaf of a batch must be an array of numpy or JAX, batch{jax.tree_util.keystr(path)} is a "
+                f"{type(leaf).__module__}.{type(leaf).__name__}; convert it with np.asarray(leaf)"
+            )
         if not is_plain(leaf):
             dtype = "float64" if leaf.dtype == np.longdouble else leaf.dtype.name
             raise Refused(
@@ -196,7 +202,7 @@ def check_leaves(batch: PyTree) -> None:
                 f"{type(leaf).__name__} of {leaf.dtype.str}; convert it with np.asarray(leaf, {dtype!r}), "
                 "and give a mask as a leaf beside it"
             )
-        if isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "biufcV":
+        if isinstance(leaf, np.ndarray) and (leaf.dtype.kind not in "biufcV" or leaf.dtype.names):
             raise Refused(
                 f"every leaf of a batch must be numbers, batch{jax.tree_util.keystr(path)} has dtype {leaf.dtype}; "
                 "keep names and other text outside the batch"

@@ -18,6 +18,7 @@ from jaxfb.callbacks import CHANGE, Callback, combine
 from jaxfb.checkpoint.store import CannotWrite
 from jaxfb.config.operation import HostsConfig
 from jaxfb.display import print_table
+from jaxfb.forward_backward.arguments import deleted_leaf
 from jaxfb.metrics import Pending
 from jaxfb.platforms.runtime_errors import as_runtime_errors
 from jaxfb.process.fault_points import reach
@@ -43,7 +44,6 @@ from jaxfb.training.run_lock import RunLock, claim
 from jaxfb.training.session import Result, Run
 from jaxfb.training.undo import Undo
 from jaxfb.training.work import Work
-from jaxfb.update.arguments import deleted_leaf
 from jaxfb.update.train_step import StepMetrics
 
 MakeWork = Callable[[Any, Hosts], Work]

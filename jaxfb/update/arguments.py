@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 
 from jaxfb import gradients
-from jaxfb.forward_backward.arguments import prng_keys
+from jaxfb.forward_backward.arguments import deleted_leaf, prng_keys
 from jaxfb.forward_backward.options import LAYER_ORDERS
 from jaxfb.optim.loss_scale import DynamicLossScale, StaticLossScale
 from jaxfb.output import ForwardBackwardOutput, check_complete
+from jaxfb.platforms.compat import is_traced
 from jaxfb.refusal import Refused, boolean, choice, integer, refuse, shown
 from jaxfb.types import Counted, PyTree
+
+_KINDS = (optax.LookaheadState, optax.MultiStepsState, optax.ApplyEvery)
 
 
 def check_optimizer(optimizer: Any) -> None:
@@ -25,6 +31,42 @@ def check_optimizer(optimizer: Any) -> None:
             optimizer,
             "an optax transformation, such as jaxfb.make_optimizer('adamw', learning_rate=1e-3) or optax.adam(1e-3)",
         )
+
+
+def check_kept(opt_state: PyTree) -> PyTree:
+    """Returns a fresh state of an optimizer, of arrays alone; warns where it accumulates over updates.
+
+    Raises:
+      ValueError: it holds what is no number, or is that of an optimizer that a train step cannot apply.
+    """
+    kinds = {type(node) for node in jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, _KINDS))}
+    if optax.LookaheadState in kinds:
+        raise Refused(
+            "optax.lookahead has two sets of parameters, fast and slow, and a train step has one; pass the optimizer "
+            "inside it without lookahead"
+        )
+    if kinds & {optax.MultiStepsState, optax.ApplyEvery}:
+        warnings.warn(
+            "the optimizer accumulates over several updates (optax.MultiSteps or apply_every), so that most of them "
+            "change no parameter although state.step counts each; leave that out and give all rows to one update, "
+            "BatchPlan(rows=..., rows_per_microbatch=...), which accumulates exactly",
+            stacklevel=4,
+        )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
+        if not hasattr(leaf, "dtype") and not isinstance(leaf, bool | int | float | complex):
+            raise Refused(
+                f"the state of the optimizer must be a tree of arrays, but optimizer.init(params)"
+                f"{jax.tree_util.keystr(path)} is {shown(leaf)}"
+            )
+    return jax.tree.map(
+        lambda leaf: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf, type(leaf)), opt_state
+    )
+
+
+def check_updated(updates: PyTree, opt_state: PyTree, params: PyTree, old: PyTree) -> None:
+    """Raises ValueError for results of an optimizer that are not like the parameters and its state before."""
+    check_like("optimizer.update(...)[0]", updates, params)
+    check_like("optimizer.update(...)[1]", opt_state, old, "the state that it was given")
 
 
 def check_options(max_grad_norm: Any, clip_convention: Any, loss_scale: Any, **flags: Any) -> None:
@@ -73,12 +115,19 @@ def check_alive(state: PyTree) -> None:
         )
 
 
-def deleted_leaf(tree: PyTree) -> str | None:
-    """Returns the path of an array that a compiled function has overwritten; None where there is none."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if isinstance(leaf, jax.Array) and leaf.is_deleted():
-            return jax.tree_util.keystr(path)
-    return None
+def check_apart(state: PyTree, batch: PyTree) -> None:
+    """Raises ValueError if an array of the batch is one of the state, which the step overwrites while it reads it."""
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    given = {id(leaf): path for path, leaf in leaves if isinstance(leaf, jax.Array) and not is_traced(leaf)}
+    if not given:
+        return
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if (place := given.get(id(leaf))) is not None:
+            batch_leaf, state_leaf = jax.tree_util.keystr(place), jax.tree_util.keystr(path)
+            raise Refused(
+                f"batch{batch_leaf} is the same array as state{state_leaf}, which a step overwrites; give it a copy, "
+                f"jnp.copy(state{state_leaf})"
+            )
 
 
 def check_state(state: Any, optimizer: Any, loss_scale: Any) -> None:
@@ -110,7 +159,7 @@ def check_gradients(out: Any, params: PyTree) -> None:
         refuse("gradients", out, "what step.gradients(state, batch) returns, or a sum of such")
     if out.grads is None:
         raise Refused("gradients has none, it comes from a call with forward_only=True; call without it")
-    _check_like("gradients", out.grads, params, dtypes=False)
+    check_like("gradients", out.grads, params)
     check_complete(out)
 
 
@@ -122,16 +171,18 @@ def check_changed_gradients(change: Any, state: Any, trained: PyTree, dtypes: Py
         return jax.ShapeDtypeStruct(leaf.shape, wide)
 
     grads = jax.tree.map(abstract, trained, dtypes)
-    _check_like("change_gradients(gradients, state)", jax.eval_shape(change, grads, state), grads)
+    check_like("change_gradients(gradients, state)", jax.eval_shape(change, grads, state), grads, dtypes=True)
 
 
-def _check_like(name: str, tree: PyTree, like: PyTree, dtypes: bool = True) -> None:
+def check_like(name: str, tree: PyTree, like: PyTree, what: str = "params", dtypes: bool = False) -> None:
+    """Raises ValueError for a tree of another structure than `like`, which is called `what`, or of other shapes."""
     if jax.tree.structure(tree) != jax.tree.structure(like):
         found, wanted = (shown(jax.tree.structure(each)) for each in (tree, like))
-        raise Refused(f"{name} must be a tree like params, {wanted}, got {found}")
+        raise Refused(f"{name} must be a tree like {what}, {wanted}, got {found}")
     for (path, leaf), wanted in zip(
         jax.tree_util.tree_leaves_with_path(tree), jax.tree.leaves(like), strict=True
     ):
+        leaf = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
         if leaf.shape != wanted.shape or (dtypes and leaf.dtype != wanted.dtype):
             raise Refused(
                 f"{name}{jax.tree_util.keystr(path)} must be {wanted.dtype}{list(wanted.shape)}, got "

@@ -9,8 +9,10 @@ import optax
 
 from jaxfb.refusal import Refused
 from jaxfb.types import PyTree
+from jaxfb.update.arguments import check_updated
 
-_MISSING = "required keyword-only argument"
+_MISSING = ("required keyword-only argument", "must be provided")
+"""How Python, and optax where it looks itself, name an argument that an optimizer was not given."""
 
 
 def updated(
@@ -21,18 +23,20 @@ def updated(
     more: extra arguments, such as the loss as `value`; those that its signature does not have are left out.
 
     Raises:
-      ValueError: it needs others, as a line search does.
+      ValueError: it needs others, as a line search does, or returns what is not like parameters and state.
     """
     update = optax.with_extra_args_support(optimizer).update
     taken = inspect.signature(update).parameters
     if all(one.kind is not inspect.Parameter.VAR_KEYWORD for one in taken.values()):
         more = {name: value for name, value in more.items() if name in taken}
     try:
-        return update(grads, state, params, **more)
-    except TypeError as error:
-        if _MISSING not in str(error):
+        updates, new = update(grads, state, params, **more)
+    except (TypeError, ValueError) as error:
+        if not any(words in str(error) for words in _MISSING):
             raise
         raise Refused(
             f"the optimizer needs arguments beside gradients, parameters, value and samples ({error}); use one that "
             "does not, such as optax.lbfgs(linesearch=None) in place of optax.lbfgs()"
         ) from error
+    check_updated(updates, new, params, state)
+    return updates, new

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxfb.forward_backward.microbatches import Microbatches, check_leaves
 from jaxfb.output import ForwardBackwardOutput
 from jaxfb.parallel.sharding import adopt
 from jaxfb.platforms.compat import is_traced
@@ -28,7 +29,8 @@ class OnMesh:
         self._unknown: dict[Any, jax.Array] = {}
 
     def batch(self, batch: PyTree) -> PyTree:
-        """Returns the leaves of a batch where the engine takes them."""
+        """Returns the leaves of a batch where the engine takes them; ValueError if they are no arrays of numbers."""
+        check_leaves(batch.leaves if isinstance(batch, Microbatches) else batch)
         return adopt(batch, self._everywhere)
 
     def rows(self, rows: int | jax.Array) -> jax.Array:

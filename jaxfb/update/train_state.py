@@ -17,7 +17,7 @@ from jaxfb.forward_backward.arguments import check_params
 from jaxfb.optim.loss_scale import LossScaleState
 from jaxfb.trainable import checked_patterns
 from jaxfb.types import PyTree
-from jaxfb.update.arguments import check_loss_scale, check_optimizer, one_key
+from jaxfb.update.arguments import check_kept, check_loss_scale, check_optimizer, one_key
 
 
 def is_init_function(params: Any) -> bool:
@@ -78,7 +78,7 @@ class TrainState:
         key = one_key(rng)
         zero = lambda: jnp.zeros([], jnp.int32)  # noqa: E731
         scale = loss_scale and loss_scale.init()
-        return cls(zero(), zero(), params, optimizer.init(params), key, zero(), zero(), scale)
+        return cls(zero(), zero(), params, check_kept(optimizer.init(params)), key, zero(), zero(), scale)
 
     @property
     def attempts(self) -> jax.Array:

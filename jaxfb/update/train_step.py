@@ -29,7 +29,7 @@ from jaxfb.platforms.programs import per_options
 from jaxfb.refusal import Refused, function
 from jaxfb.types import LossFn, Pipelined, PyTree
 from jaxfb.update.apply import Update
-from jaxfb.update.arguments import check_optimizer, check_options, check_rows, layer_order_of
+from jaxfb.update.arguments import check_apart, check_optimizer, check_options, check_rows, layer_order_of
 from jaxfb.update.on_mesh import OnMesh
 from jaxfb.update.programs import Programs
 from jaxfb.update.split_step import SplitStep
@@ -198,7 +198,9 @@ class TrainStep(SplitStep):
         if plan.by_tokens:
             packed = batch if isinstance(batch, Packed) else Packed(batch, plan)
             batch, plan = packed.batch, packed.plan
-        return state, self._on_mesh.batch(batch), plan, self._on_mesh.rows(real_rows), bounds
+        batch = self._on_mesh.batch(batch)
+        check_apart(state, batch)
+        return state, batch, plan, self._on_mesh.rows(real_rows), bounds
 
     def _gradients_as_stored(
         self, state: TrainState, batch: PyTree, plan: BatchPlan

@@ -342,3 +342,116 @@ def test_a_state_of_another_step_is_refused(step):
         ValueError, match="state.loss_scale is present, but this step was made with loss_scale=None"
     ):
         step(scaled, BATCH)
+
+
+class Foreign:
+    """An array of another library."""
+
+    def __init__(self, array):
+        self.array, self.shape, self.dtype = array, array.shape, array.dtype
+
+    def __array__(self, dtype=None, copy=None):
+        return self.array
+
+
+@pytest.mark.parametrize(
+    "call", [lambda step, *given: step(*given), lambda step, *given: step.gradients(*given)]
+)
+@pytest.mark.parametrize(
+    ("leaf", "message"),
+    [
+        (np.array(["a"] * ROWS), r"batch\['more'\] has dtype <U1"),
+        (["a"] * ROWS, r"batch\['more'\]\[0\] is 'a'"),
+        (np.zeros(ROWS, [("a", float)]), r"batch\['more'\] has dtype \[\('a', '<f8'\)\]"),
+        (np.ma.ones(ROWS), r"batch\['more'\] is a MaskedArray"),
+        (Foreign(np.ones(ROWS)), r"batch\['more'\] is a .*Foreign; convert it with np.asarray"),
+        (0.5, r"batch\['more'\] is 0.5"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_leaf_of_a_batch_that_is_no_array_of_numbers_is_refused(step, call, leaf, message):
+    with pytest.raises(ValueError, match=message):
+        call(step, step.init(PARAMS), {**BATCH, "more": leaf})
+
+
+def test_arrays_that_a_function_of_the_caller_overwrote_are_refused(step):
+    gone = jnp.ones(3)
+    gone.delete()
+    with pytest.raises(ValueError, match=r"params\['w'\] is deleted: a compiled function overwrote it"):
+        step.init({"w": gone})
+    with pytest.raises(ValueError, match=r"batch\['x'\] is deleted: a compiled function overwrote it"):
+        step(step.init(PARAMS), {"x": gone})
+
+
+def test_a_batch_of_an_array_that_the_step_overwrites_is_refused():
+    step = make_train_step(
+        lambda params, microbatch, rng: Sum(microbatch.sum() * params.sum()), optax.sgd(0.1), None, PLAN
+    )
+    state = step.init(jnp.ones((ROWS, 3)), donate=True)
+    with pytest.raises(ValueError, match="batch is the same array as state.params, which a step overwrites"):
+        step(state, state.params)
+    assert int(step(state, jnp.copy(state.params))[0].step) == 1
+
+
+def test_parameters_of_eight_bits_are_refused_unless_they_are_frozen(step):
+    narrow = {"w": jnp.ones(3), "table": jnp.ones(3, jnp.float8_e4m3fn)}
+    with pytest.raises(ValueError, match=r"at least 16 bits, params\['table'\] is float8_e4m3fn"):
+        step.init(narrow)
+    frozen = make_train_step(**step_arguments(), trainable=["w"])
+    assert int(frozen(frozen.init(narrow), BATCH)[0].step) == 1
+
+
+def of_results(change, kept=()):
+    """An optimizer whose updates are changed gradients, and whose state is `kept`."""
+    update = lambda grads, state, params=None: (jax.tree.map(change, grads), state)  # noqa: E731
+    return optax.GradientTransformation(lambda params: kept, update)
+
+
+WRONG_OPTIMIZERS = {
+    "lookahead": (optax.lookahead(optax.sgd(0.1), 5, 0.5), "optax.lookahead has two sets of parameters"),
+    "text": (of_results(lambda g: g, "text"), r"optimizer.init\(params\) is 'text'"),
+    "a mean": (
+        of_results(lambda g: g.mean()),
+        r"update\(...\)\[0\]\['w'\] must be float32\[3\], got float32\[\]",
+    ),
+    "nothing": (of_results(lambda g: None), r"optimizer.update\(...\)\[0\] must be a tree like params"),
+    "another state": (
+        optax.GradientTransformation(lambda params: (), lambda grads, state, params=None: (grads, (1,))),
+        r"optimizer.update\(...\)\[1\] must be a tree like the state that it was given",
+    ),
+    "sam": (
+        optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True),
+        "needs arguments .*grad_fn must be provided",
+    ),
+}
+
+
+@pytest.mark.parametrize(("optimizer", "message"), WRONG_OPTIMIZERS.values(), ids=WRONG_OPTIMIZERS)
+def test_an_optimizer_whose_results_are_not_like_the_parameters_is_refused(optimizer, message):
+    step = make_train_step(**{**step_arguments(), "optimizer": optimizer})
+    with pytest.raises(ValueError, match=message):
+        step(step.init(PARAMS), BATCH)
+
+
+def test_an_optimizer_may_keep_numbers_of_python():
+    update = lambda grads, kept, params=None: (jax.tree.map(lambda g: kept * g, grads), kept / 2)  # noqa: E731
+    step = make_train_step(
+        **{**step_arguments(), "optimizer": optax.GradientTransformation(lambda params: 1.0, update)}
+    )
+    state = step.init(PARAMS)
+    for kept in (0.5, 0.25):
+        state, _ = step(state, BATCH)
+        assert float(state.opt_state) == kept
+
+
+ACCUMULATING = {
+    "MultiSteps": optax.MultiSteps(optax.sgd(0.1), 2),
+    "apply_every": optax.chain(optax.apply_every(2), optax.sgd(0.1)),
+}
+
+
+@pytest.mark.parametrize("optimizer", ACCUMULATING.values(), ids=ACCUMULATING)
+def test_an_optimizer_that_accumulates_over_updates_is_warned_of(optimizer):
+    step = make_train_step(**{**step_arguments(), "optimizer": optimizer})
+    with pytest.warns(UserWarning, match="accumulates over several updates .* give all rows to one update"):
+        step.init(PARAMS)

@@ -47,6 +47,7 @@ def after_three_updates(step, params):
     return found
 
 
+@pytest.mark.filterwarnings("ignore:the optimizer accumulates")
 @pytest.mark.parametrize("name", CASES)
 def test_a_loop_has_the_bits_of_a_branch(name, monkeypatch):
     optimizer, dtype, tree = CASES[name]

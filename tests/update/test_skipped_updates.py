@@ -26,6 +26,7 @@ def bits(tree):
 # Whatever the optimizer, the dtype and the tree
 
 
+@pytest.mark.filterwarnings("ignore:the optimizer accumulates")
 @pytest.mark.parametrize("name", some_slow(CASES, fast=("adamw", "sgd")))
 def test_a_skipped_update_leaves_every_bit_and_the_next_is_what_it_would_have_been(name):
     optimizer, dtype, tree = CASES[name]

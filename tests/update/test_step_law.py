@@ -34,6 +34,7 @@ def plain_optax(optimizer, loss, params, batches, more=("value", "samples")):
     return params, opt_state
 
 
+@pytest.mark.filterwarnings("ignore:the optimizer accumulates")
 @pytest.mark.parametrize("name", some_slow(CASES, fast=("adamw", "sgd")))
 def test_updates_on_replicas_are_those_of_plain_optax(name):
     optimizer, dtype, tree = CASES[name]
