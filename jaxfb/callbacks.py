@@ -146,6 +146,10 @@ def checked(callbacks: Iterable[Callback]) -> tuple[Callback, ...]:
         refuse("callbacks", callbacks, "a list of jaxfb.Callback", who="[callbacks]")
     members = tuple(callbacks)
     for member in members:
+        if isinstance(member, type):
+            raise Refused(
+                f"[callbacks] {member.__name__} is a class; give an object of it, {member.__name__}(...)"
+            )
         missing = [hook for hook in HOOKS if not callable(getattr(member, hook, None))]
         if missing:
             raise Refused(

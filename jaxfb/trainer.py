@@ -27,7 +27,7 @@ from jaxfb.data import load_tokenizer, prepare
 from jaxfb.inference.complete import Sampling, complete, is_answered, sampling_of
 from jaxfb.inference.model import open_model
 from jaxfb.inference.prompts import check_prompt
-from jaxfb.refusal import Refused, boolean, function, instance, integer, number, refuse
+from jaxfb.refusal import Refused, boolean, function_of, instance, integer, number, refuse
 from jaxfb.training import loop, report
 from jaxfb.training.agreement import what_is_made, what_runs
 from jaxfb.training.changes import check_model, other_text
@@ -175,9 +175,9 @@ class Trainer:
         if not isinstance(dir, str | os.PathLike) or not str(dir) or "\0" in str(dir):
             refuse("dir", dir, "the path of a run directory", who="[trainer]")
         if loss is not None:
-            function("loss", loss, "(predictions, microbatch)", who="[trainer]")
+            function_of("loss", loss, "(predictions, microbatch)", who="[trainer]")
         if evaluate is not None:
-            function("evaluate", evaluate, "(params)", who="[trainer]")
+            function_of("evaluate", evaluate, "(params)", who="[trainer]")
         gradients.check_clipping(max_grad_norm)
         further: dict[str, Any] = {**sections}
         for name in ("batch", "run"):

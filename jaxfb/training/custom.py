@@ -17,7 +17,7 @@ from jaxfb.config.custom import CustomConfig
 from jaxfb.forward_backward.padding import check_padding
 from jaxfb.forward_backward.sequential import as_loss_fn
 from jaxfb.mesh import make_mesh
-from jaxfb.refusal import Refused
+from jaxfb.refusal import Refused, function_of, shown
 from jaxfb.registry import load
 from jaxfb.training.agreement import devices_and_mesh
 from jaxfb.training.batches import rows_here
@@ -29,6 +29,7 @@ from jaxfb.training.own_rows import OwnRows, own_rows
 from jaxfb.training.windowed_work import WindowedWork
 from jaxfb.training.work import Say, Table
 from jaxfb.types import LossFn, Pipelined
+from jaxfb.update.arguments import check_init_function
 from jaxfb.update.train_state import is_init_function
 from jaxfb.update.train_step import StepMetrics, TrainStep, make_train_step
 
@@ -119,6 +120,11 @@ class Custom(WindowedWork):
         found = self._evaluation(self.train_state.params)
         if not isinstance(found, Mapping):
             raise Refused(f"[eval] evaluate must return numbers by name, got {type(found).__name__}")
+        for name, value in found.items():
+            if not isinstance(name, str) or (
+                np.ndim(value) == 0 and np.asarray(value).dtype.kind in "OSUMmc"
+            ):
+                raise Refused(f"[eval] evaluate must return real numbers by name, got {shown({name: value})}")
         named = {name if name.startswith("eval/") else f"eval/{name}": value for name, value in found.items()}
         numbers = {name: float(value) for name, value in named.items() if np.ndim(value) == 0}
         self.outputs = {name: value for name, value in named.items() if name not in numbers}
@@ -162,6 +168,7 @@ def make_custom(config: CustomConfig, **own: Any) -> Custom:
         _check_optimizer(config, plans)
     names = ("model", "params", "data", "evaluate")
     parts = {name: own[name] if name in own else _named(config, name) for name in names}
+    _check_functions(parts["params"], parts["evaluate"])
     rows = own_rows(_made(parts["data"]), config.run.seed)
     if config.run.epochs is not None and rows.num_rows is None:
         raise Refused(
@@ -174,6 +181,14 @@ def make_custom(config: CustomConfig, **own: Any) -> Custom:
     work = Custom(config, mesh, model, parts["params"], *rest)
     work.in_program = bool(own)
     return work
+
+
+def _check_functions(params: Any, evaluate: Any) -> None:
+    """Raises ValueError for functions that cannot be called with what they are given, before data are read."""
+    if is_init_function(params):
+        check_init_function(params)
+    if evaluate is not None:
+        function_of("evaluate", evaluate, "(params)", who="[trainer]")
 
 
 def described(part: Any) -> str:

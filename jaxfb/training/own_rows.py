@@ -16,6 +16,7 @@ import numpy as np
 from jaxfb.batch_plan import Window
 from jaxfb.data.mixture import MixedOrder, MixedSources, Mixture
 from jaxfb.data.order import row_order
+from jaxfb.parallel.sharding import automatic
 from jaxfb.refusal import Refused, shown
 from jaxfb.training.row_digits import fingerprint
 
@@ -54,10 +55,15 @@ def own_rows(data: Any, seed: int) -> OwnRows:
     Arrays and sequences are shuffled anew each epoch, by the seed alone; an iterable keeps its order.
 
     Raises:
-      ValueError: it is none of these, or its arrays do not have one number of rows.
+      ValueError: it is none of these, or might be two of them, or its arrays do not have one number of rows.
     """
     if isinstance(data, Mixture):
         return _Mixed(data, seed)
+    if type(data) is tuple and data and all(getattr(part, "ndim", 0) for part in data):
+        raise Refused(
+            "[data] must be arrays [rows, ...] in a dict, or rows in a list; a tuple of arrays could be either, got "
+            f"shapes {shown([np.shape(leaf) for leaf in data])}"
+        )
     if _is_sequence(data):
         return _Indexed(
             lambda index: _kept(data[index]),
@@ -67,7 +73,7 @@ def own_rows(data: Any, seed: int) -> OwnRows:
         )
     if _is_stream(data):
         return _Streamed(data)
-    if leaves := _arrays(data):
+    if leaves := _arrays(data := automatic(data)):
         counts = sorted({len(leaf) for leaf in leaves})
         if len(counts) != 1:
             raise Refused(f"[data] every array must have one number of rows, got {counts}")
@@ -222,7 +228,7 @@ def _check_kind(position: Mapping[str, Any], entry: str) -> None:
 
 
 def _is_sequence(data: Any) -> bool:
-    indexed = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    indexed = hasattr(data, "__len__") and hasattr(data, "__getitem__") and not hasattr(data, "_fields")
     return indexed and not isinstance(data, str | bytes | Mapping | np.ndarray | jax.Array)
 
 

@@ -16,7 +16,7 @@ from jaxfb.forward_backward.options import LAYER_ORDERS
 from jaxfb.optim.loss_scale import DynamicLossScale, StaticLossScale
 from jaxfb.output import ForwardBackwardOutput, check_complete
 from jaxfb.platforms.compat import is_traced
-from jaxfb.refusal import Refused, boolean, choice, integer, refuse, shown
+from jaxfb.refusal import Refused, boolean, choice, function_of, integer, refuse, shown
 from jaxfb.types import Counted, PyTree
 
 _KINDS = (optax.LookaheadState, optax.MultiStepsState, optax.ApplyEvery)
@@ -208,8 +208,9 @@ def layer_order_of(given: Any, optimizer: Any, change_gradients: Any, counted: C
 
 
 def check_init_function(params: Any) -> None:
-    """Raises ValueError for a class, which is called by mistake only."""
+    """Raises ValueError for a class, which is called by mistake only, and for a function that takes no key alone."""
     if isinstance(params, type):
         raise Refused(
             f"params must be a tree of float arrays, or a function from a key to one, got {shown(params)}"
         )
+    function_of("params", params, "(key)")

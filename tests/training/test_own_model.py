@@ -1,6 +1,7 @@
 """The trainer on a model of one's own: any loss, any rows, any optax transformation, and the same bits after a stop."""
 
 import itertools
+from typing import NamedTuple
 
 import chex
 import grain
@@ -311,6 +312,21 @@ def test_rows_that_are_not_alike_are_refused(tmp_path, other):
         trainer(tmp_path, data=data, updates=1).train()
 
 
+class Rows(NamedTuple):
+    x: np.ndarray
+    y: np.ndarray
+
+
+def test_arrays_may_be_in_a_named_tuple_or_cut_over_the_axes_of_a_mesh(tmp_path):
+    trainer(tmp_path / "a").train()
+    trainer(
+        tmp_path / "b", data=Rows(**rows()), model=lambda p, rows, rng: loss_fn(p, rows._asdict(), rng)
+    ).train()
+    explicit = jax.NamedSharding(jax.make_mesh((2,), ("rows",)), jax.P("rows"))
+    trainer(tmp_path / "c", data=jax.device_put(rows(), explicit)).train()
+    assert losses(tmp_path / "a") == losses(tmp_path / "b") == losses(tmp_path / "c")
+
+
 def test_data_of_another_kind_does_not_continue_a_run(tmp_path):
     trainer(tmp_path, run={"stop_at": 2}).train()
     each = [{name: leaf[index] for name, leaf in rows().items()} for index in range(ROWS)]
@@ -348,6 +364,15 @@ def test_callbacks_change_the_gradients_before_the_clip(tmp_path):
         ({"updates": None}, "exactly one of updates"),
         ({"data": {"x": np.zeros((4, 2)), "y": np.zeros(5)}}, r"one number of rows, got \[4, 5\]"),
         ({"data": 3}, "must be arrays"),
+        (
+            {"data": (rows()["x"], rows()["x"])},
+            r"a tuple of arrays could be either, got shapes \[\(24, 5\), ",
+        ),
+        ({"params": lambda: {}}, r"params must take \(key\)"),
+        ({"params": dict}, "a function from a key to one, got <class 'dict'>"),
+        ({"callbacks": [Callback]}, r"Callback is a class; give an object of it, Callback\(...\)"),
+        ({"evaluate": lambda params, batch: {}}, r"evaluate must take \(params\)"),
+        ({"loss": lambda predictions: 0}, r"loss must take \(predictions, microbatch\)"),
         ({"data": iter([{"x": np.zeros(5), "y": np.zeros(2)}])}, "the rows ended after 1"),
         ({"data": Stream(), "updates": None, "epochs": 2}, "needs rows that can be counted"),
         ({"mesh": {"data": 2, "tensr": 2}}, "unknown key mesh.tensr"),
@@ -365,6 +390,14 @@ def test_what_cannot_be_trained_is_refused_in_a_sentence(tmp_path, changes, want
     with pytest.raises(ValueError, match=wanted):
         trainer(tmp_path, **changes).train()
     assert not losses(tmp_path) if (tmp_path / "run" / "metrics.jsonl").exists() else True
+
+
+@pytest.mark.parametrize("value", ["text", 1j, None], ids=str)
+def test_an_evaluation_that_returns_no_real_number_is_refused(tmp_path, value):
+    with pytest.raises(
+        ValueError, match="evaluate must return real numbers by name, got {'it': .*; saved after"
+    ):
+        trainer(tmp_path, evaluate=lambda params: {"it": value}, eval={"every": 2}).train()
 
 
 COMMANDS = [
