@@ -12,6 +12,7 @@ from jax import lax
 
 from jaxfb.forward_backward.arguments import leaves_of
 from jaxfb.forward_backward.loss import as_loss_output, as_metric, as_term, checked
+from jaxfb.parallel.annotations import unconstrained
 from jaxfb.refusal import Refused, shown
 from jaxfb.types import Last, LossFn, LossOutput, Max, Min, Pipelined, PyTree, Sum, outer_params
 
@@ -68,7 +69,9 @@ def sequential(
 
 def as_loss_fn(model: LossFn | Pipelined) -> LossFn:
     """Returns the model as one loss function whose answer is a checked LossOutput."""
-    return checked(sequential(model) if isinstance(model, Pipelined) else model)
+    if isinstance(model, Pipelined):
+        return checked(sequential(model))
+    return checked(lambda params, *rest: model(unconstrained(params), *rest))
 
 
 def num_layers(params: dict) -> int:

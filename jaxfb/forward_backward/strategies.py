@@ -26,6 +26,7 @@ from jaxfb.forward_backward.remat import checkpoint_layer
 from jaxfb.forward_backward.sequential import num_layers, sequential
 from jaxfb.forward_backward.stage import WRITTEN_OUT
 from jaxfb.parallel import data, pipe
+from jaxfb.parallel.annotations import unconstrained
 from jaxfb.parts import HEADS
 from jaxfb.recomputation import remat_parts
 from jaxfb.schedules import Schedule
@@ -150,7 +151,7 @@ class Accumulation:
         execution, model = self.execution, self.model
         if not isinstance(model, Pipelined):
             gather = execution.gather()
-            return checked(lambda params, microbatch, rng: model(gather(params), microbatch, rng))
+            return checked(lambda params, *rest: model(unconstrained(gather(params)), *rest))
         of_part = partial(checkpoint_layer, keep_gathered=not execution.gathers_in_loop)
         remats = [(partial(of_part, name=name), number) for name, number in remat_parts(execution.remat)]
         return checked(sequential(model, remats, execution.gather("outer"), execution.gather_layer()))

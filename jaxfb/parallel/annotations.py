@@ -8,13 +8,15 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import cache
+from types import new_class
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxfb.mesh import axis_size
+from jaxfb.mesh import AUTOMATIC_AXES, axis_size
 from jaxfb.parallel.sharding import axes_of, in_layers
 from jaxfb.platforms.compat import is_traced
 from jaxfb.refusal import Refused
@@ -89,6 +91,35 @@ def check_statistics(params: PyTree, read: Sequence[bool]) -> None:
                 f"params{jax.tree_util.keystr(parent)} has running statistics, 'mean' and 'var', which the loss does "
                 f"not read and no gradient moves; {SPLIT}"
             )
+
+
+def unconstrained(params: PyTree) -> PyTree:
+    """Returns parameters whose Linen boxes do not constrain their arrays along axes that jaxfb cuts by itself.
+
+    A Linen module constrains what is in a box when it reads it, which JAX refuses along those axes. Boxes that name
+    "tensor" alone, of whatever mesh is in use, stay as they are.
+    """
+
+    def one(node):
+        meta = sys.modules.get("flax.core.meta")
+        if meta is None or not isinstance(node, meta.Partitioned):
+            return node
+        named = {axis for entry in _annotation(node) or () for axis in axes_of(entry)}
+        if not named - set(AUTOMATIC_AXES) and node.mesh is None:
+            return node
+        return _without_constraint(type(node))(**vars(node))
+
+    return jax.tree.map(one, params, is_leaf=_is_flax)
+
+
+@cache
+def _without_constraint(kind: type) -> type:
+    """Returns a class of boxes like `kind` that hand out their array as it is."""
+    return new_class(
+        kind.__name__,
+        (kind,),
+        exec_body=lambda body: body.update(unbox=lambda self, apply_constraint=True: self.value),
+    )
 
 
 def warn_if_whole(specs: PyTree, mesh: Mesh) -> None:

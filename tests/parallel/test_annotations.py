@@ -289,3 +289,45 @@ def test_running_statistics_in_a_pure_dict_are_found_by_a_loss_that_reads_none_o
         make_mesh(), gaussian, {"mean": np.zeros(WIDTH, np.float32), "var": np.zeros(WIDTH, np.float32)}
     )
     assert int(state.step) == 2
+
+
+class Scanned(nn.Module):
+    """Layers by nn.scan, whose boxes have the name of the axis of layers and Flax's own names of the others."""
+
+    @nn.compact
+    def __call__(self, x):
+        kernel = nn.with_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
+        layers = nn.scan(
+            lambda module, hidden, _: (hidden + module(hidden), None),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=2,
+            metadata_params={nn.PARTITION_NAME: "layers"},
+        )
+        hidden, _ = layers(nn.Dense(WIDTH, kernel_init=kernel, use_bias=False), x, None)
+        return hidden[:, :1]
+
+
+LOGICAL = LinenMlp(nn.with_logical_partitioning, (("embed", "mlp"), ("mlp", "one")))
+OTHER_AXES = {
+    "fsdp": LinenMlp(names=((None, "fsdp"), ("fsdp", None))),
+    "of another mesh": LinenMlp(names=((None, "model"), ("model", None))),
+    "scanned": Scanned(),
+    "logical": LOGICAL,
+}
+
+
+@pytest.mark.parametrize("name", OTHER_AXES)
+def test_other_axes_in_the_boxes_of_linen_have_no_effect(name):
+    module = OTHER_AXES[name]
+    boxed = module.init(jax.random.key(0), jnp.ones((1, WIDTH)))["params"]
+    loss = lambda params, microbatch, rng: squares(  # noqa: E731
+        module.apply({"params": params}, microbatch["x"]), microbatch
+    )
+    with nn.logical_axis_rules([("embed", "fsdp"), ("mlp", "model")]):
+        state, metrics = two_updates(make_mesh(data=2, fsdp=2), loss, boxed)
+        alone, of_one = two_updates(make_mesh(devices=jax.devices()[:1]), loss, nn.unbox(boxed))
+    assert jax.tree.structure(state.params) == jax.tree.structure(boxed)
+    np.testing.assert_allclose(metrics.loss, of_one.loss, rtol=1e-6)
+    for cut, whole in zip(jax.tree.leaves(state.params), jax.tree.leaves(alone.params), strict=True):
+        np.testing.assert_allclose(cut, whole, rtol=2e-5, atol=1e-6)
