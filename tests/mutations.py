@@ -161,6 +161,28 @@ MUTATIONS = (
         "forward_backward/test_sums_over_rows.py::test_what_each_microbatch_would_count_in_layers_is_refused",
     ),
     Mutation(
+        "a_loss_summed_over_replicas_is_summed_once_more",
+        "forward_backward/summands.py",
+        'if name.startswith("psum") and scalar:',
+        "if False:",
+        "forward_backward/test_sums_over_rows.py::"
+        "test_a_sum_that_the_loss_function_reduces_over_replicas_is_refused",
+    ),
+    Mutation(
+        "updates_of_an_optimizer_are_broadcast_to_the_parameters",
+        "update/extra_arguments.py",
+        "check_updated(updates, new, params, state)",
+        "pass",
+        "misuse/test_misuse_step.py::test_an_optimizer_whose_results_are_not_like_the_parameters_is_refused",
+    ),
+    Mutation(
+        "a_tuple_of_arrays_is_a_sequence_of_rows",
+        "training/own_rows.py",
+        "if type(data) is tuple and data and",
+        "if False and",
+        "training/test_own_model.py::test_what_cannot_be_trained_is_refused_in_a_sentence",
+    ),
+    Mutation(
         "devices_of_context_count_what_is_added_to_a_sum_over_tokens",
         "forward_backward/over_context.py",
         "if mixed and reads_none(",

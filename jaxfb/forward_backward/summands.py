@@ -31,10 +31,12 @@ class Summand(NamedTuple):
     reads: numbers of the inputs that it depends on, names of the mesh axes along which it communicates, and CLOSED_OVER
       where it depends on a traced value that is no input.
     text:  the same for the same computation in programs for other sizes of data; "" where data are read.
+    over:  names of the mesh axes over whose devices it is a sum already, so that each of them has all of it.
     """
 
     reads: frozenset
     text: str
+    over: frozenset = frozenset()
 
 
 Summands = tuple[Summand, ...]
@@ -78,15 +80,19 @@ class _Walk:
         if name == "reduce_sum" and len(values[0]) > 1:  # of what each layer returned
             return [values[0]]
         scalar = all(not var.aval.shape for var in eqn.outvars)
+        if name.startswith("psum") and scalar:
+            over = frozenset(_axes(eqn))
+            return [tuple(one._replace(over=over) for one in found) for found in self._as_one(eqn, values)]
         if name in _KEEP and (scalar or len(values[0]) > 1):
             return [values[0]]
         if name in _ADD and scalar:
             return [self._few(_distinct((*values[0], *values[1])))]
         if name == "mul" and scalar:
-            products = (self._joined(name, (a, b)) for a in values[0] for b in values[1])
+            products = (self._product(a, b) for a in values[0] for b in values[1])
             return [self._few(_distinct(products))]
         if name == "div" and scalar:
-            return [self._few(_distinct(self._joined(name, (a, *values[1])) for a in values[0]))]
+            shares = (self._joined(name, (a, *values[1]))._replace(over=a.over) for a in values[0])
+            return [self._few(_distinct(shares))]
         return self._as_one(eqn, values)
 
     def _of_scan(self, eqn: Any, values: list[Summands]) -> list[Summands]:
@@ -123,6 +129,11 @@ class _Walk:
         return Summand(
             reads, _digest(name, *(one.text for one in each)) if reads.isdisjoint(self._data) else ""
         )
+
+    def _product(self, a: Summand, b: Summand) -> Summand:
+        """Returns a product, which is a sum over devices if one factor is and the other is the same on all of them."""
+        alike = a.reads.isdisjoint(self._data) or b.reads.isdisjoint(self._data)
+        return self._joined("mul", (a, b))._replace(over=a.over | b.over if alike else a.over & b.over)
 
     def _few(self, found: Summands) -> Summands:
         return found if len(found) <= MOST else (self._joined("many", found),)

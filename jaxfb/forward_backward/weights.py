@@ -63,10 +63,11 @@ def check_terms(traced: Traced, params: PyTree, num_parts: int) -> None:
     """Checks what decides the division: weights by the data alone, and sums that each microbatch adds to.
 
     Raises:
-      ValueError: a weight depends on the parameters, a term without one reads nothing of the microbatch, or there are
-        running statistics among the parameters.
+      ValueError: a weight depends on the parameters, a sum is one over replicas already, a term without a weight
+        reads nothing of the microbatch, or there are running statistics among the parameters.
     """
     check_data_only(traced, params)
+    _check_reduced(traced)
     totals = (term.total for term in traced.places.terms.values())
     check_statistics(params, traced.reads(*totals)[0])
     for name, term in traced.places.terms.items():
@@ -76,6 +77,19 @@ def check_terms(traced: Traced, params: PyTree, num_parts: int) -> None:
                 f"for each of the {num_parts} microbatches; give it a constant weight to count it once, "
                 "Sum(total, 1.0)"
             )
+
+
+def _check_reduced(traced: Traced) -> None:
+    """Raises ValueError for a total or a metric that the loss function sums over replicas, as the engine does again."""
+    for name, result in (*traced.places.terms.items(), *traced.places.metrics.items()):
+        places = jax.tree.leaves(result) if isinstance(result, Sum) else ()
+        for summand in (one for place in places for one in traced.summands(place)):
+            if axes := sorted(summand.over & {"data", "fsdp"}):
+                raise Refused(
+                    f"{name!r} is summed over the devices of {' and '.join(axes)} in the loss function, by "
+                    "jax.lax.psum or pmean, and jaxfb sums it over them once more; return the sums over the rows of "
+                    "the microbatch alone"
+                )
 
 
 def check_sums(traced: Traced, more: Callable[[], Traced | None], params: PyTree, num_parts: int) -> None:

@@ -186,3 +186,38 @@ def test_a_penalty_on_experts_counts_those_of_all_devices():
     wanted = run(experts(whole=True), None, ROWS)
     # the weight counts each layer
     chex.assert_trees_all_close((found.loss, found.grads), (wanted.loss, wanted.grads), rtol=1e-12)
+
+
+REDUCED = {
+    "psum": lambda total: lax.psum(total, "data"),
+    "a half": lambda total: 0.5 * lax.psum(total, ("data", "fsdp")) + 0.0,
+    "pmean": lambda total: lax.pmean(total, "data"),
+    "within a jit": jax.jit(lambda total: lax.psum(total, "data").astype(float)),
+}
+
+
+@pytest.mark.parametrize("reduce", REDUCED.values(), ids=REDUCED)
+@pytest.mark.parametrize("of", ["total", "weight"])
+@pytest.mark.parametrize("kind", ["terms", "metrics"])
+def test_a_sum_that_the_loss_function_reduces_over_replicas_is_refused(reduce, kind, of):
+    def loss_fn(params, microbatch, rng):
+        total, weight = jnp.square(microbatch["x"] @ params["out"]).sum(), microbatch["mask"].sum()
+        reduced = {"twice": Sum(reduce(total), weight) if of == "total" else Sum(total, reduce(weight))}
+        return LossOutput(**{"terms": {"once": Sum(total, weight)}, kind: reduced})
+
+    with pytest.raises(ValueError, match="'twice' is summed over the devices of data.* once more"):
+        run(loss_fn, {"data": 2})
+
+
+def test_a_statistic_of_all_replicas_may_divide_or_multiply_what_each_adds():
+    def loss_fn(reduced):
+        def of_rows(params, microbatch, rng):
+            error = jnp.square(microbatch["x"] @ params["out"]).sum()
+            largest = reduced(microbatch["mask"].sum())
+            return Sum(error * largest / (1 + largest), microbatch["mask"].sum())
+
+        return of_rows
+
+    found = run(loss_fn(lambda x: lax.psum(x, "data")), {"data": 2}, ROWS)
+    wanted = run(loss_fn(lambda x: x), None, ROWS)
+    np.testing.assert_allclose(found.loss, wanted.loss, rtol=1e-12)
