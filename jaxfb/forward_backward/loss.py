@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfb.refusal import Refused
+from jaxfb.refusal import Refused, shown
 from jaxfb.types import CheckedLossFn, Last, LossFn, LossOutput, Max, Min, PyTree, Sum
+
+_OF_ONE_KEY = ("accepts a single key", "``rngs`` argument")
+"""How jax.random and Linen name an array of keys where they need one."""
 
 
 def checked(loss_fn: LossFn) -> CheckedLossFn:
@@ -21,11 +26,28 @@ def checked(loss_fn: LossFn) -> CheckedLossFn:
 
     def call(params, microbatch, rng) -> LossOutput:
         with jax.named_scope("loss"):
-            out = as_loss_output(loss_fn(params, microbatch, rng))
+            with _keys_of_rows(rng):
+                out = loss_fn(params, microbatch, rng)
+            out = as_loss_output(out)
         _check_outputs(out.outputs, microbatch)
         return out
 
     return call
+
+
+@contextmanager
+def _keys_of_rows(rng: jax.Array | None) -> Iterator[None]:
+    """Refuses a function that takes `rng` for one key, with what is to be written instead."""
+    try:
+        yield
+    except ValueError as error:
+        if rng is None or not any(words in str(error) for words in _OF_ONE_KEY):
+            raise
+        raise Refused(
+            "rng must be taken as an array of keys, one for each row of the microbatch, so that dropout does not "
+            f"depend on how rows are cut, but the loss function takes it for one key ({shown(str(error))}); draw row "
+            "by row, jax.vmap(lambda row, key: ...)(microbatch, rng)"
+        ) from error
 
 
 def as_loss_output(out: Any) -> LossOutput:

@@ -204,8 +204,8 @@ class _Streamed:
             row = next(self._rows)
         except StopIteration:
             raise Refused(
-                f"[data] the rows ended after {self._consumed}, before the run did; give more rows, a shorter run, or "
-                "an iterable that begins again by itself"
+                f"[data] the rows ended after {self._consumed}, before the run did; give more rows, one by one and "
+                "not in batches, a shorter run, or an iterable that begins again by itself"
             ) from None
         self._consumed += 1
         return row

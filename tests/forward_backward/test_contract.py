@@ -430,3 +430,29 @@ def test_keys_whose_numbers_depend_on_the_cut_are_warned_of(impl, warns):
         warnings.simplefilter("always")
         run(loss_fn, rng=jax.random.key(0, impl=impl))
     assert any("dropout will depend on how the batch is cut" in str(one.message) for one in caught) == warns
+
+
+class Dropped(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dropout(0.5, deterministic=False)(x)
+
+
+OF_ONE_KEY = {
+    "jax.random": lambda x, rng: jax.random.normal(rng, x.shape),
+    "a split": lambda x, rng: x * jax.random.normal(jax.random.split(rng)[0], x.shape),
+    "linen": lambda x, rng: Dropped().apply({}, x, rngs={"dropout": rng}),
+}
+
+
+@pytest.mark.parametrize("draw", OF_ONE_KEY.values(), ids=OF_ONE_KEY)
+def test_keys_of_rows_that_are_taken_for_one_key_are_refused_and_draw_row_by_row(draw):
+    def loss_fn(params, microbatch, rng, draw=draw):
+        return jaxfb.Sum((draw(microbatch, rng) @ params).sum(), microbatch.shape[0])
+
+    plan = jaxfb.BatchPlan(rows=4, rows_per_microbatch=2)
+    given = (jnp.ones(3), jnp.ones((4, 3)), plan)
+    with pytest.raises(ValueError, match="rng must be taken as an array of keys, one for each row"):
+        jaxfb.get_forward_backward_func(None)(loss_fn, *given, rng=1)
+    by_rows = lambda params, microbatch, rng: loss_fn(params, microbatch, rng, jax.vmap(draw))  # noqa: E731
+    assert np.isfinite(jaxfb.get_forward_backward_func(None)(by_rows, *given, rng=1).loss)
