@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import lru_cache
 from typing import Any, TypedDict, TypeVar
@@ -239,9 +239,12 @@ def with_options(function: Function) -> Function:
     return function
 
 
-def check_names(function: str, options: Mapping[str, Any]) -> None:
-    """Raises TypeError, as Python does of a misspelt keyword, for what is no option."""
-    check_keywords(function, options, _DEFAULTS)
+def check_names(function: str, options: Mapping[str, Any], further: Collection[str] = ()) -> None:
+    """Raises TypeError, as Python does of a misspelt keyword, for what is no option.
+
+    further: names of the function's other arguments, of which one may be meant.
+    """
+    check_keywords(function, options, [*_DEFAULTS, *further])
 
 
 def _described() -> str:

@@ -8,6 +8,7 @@ The rest of a step's interface: `states.py` makes states, `split_step.py` makes 
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable
 from typing import Any, Unpack
@@ -19,14 +20,14 @@ from jax.sharding import Mesh
 from jaxfb.batch_plan import BatchPlan
 from jaxfb.forward_backward import ForwardBackward, Packed, get_forward_backward_func
 from jaxfb.forward_backward.offered import counted_of
-from jaxfb.forward_backward.options import ScheduledKeywords
+from jaxfb.forward_backward.options import ScheduledKeywords, check_names
 from jaxfb.optim import of_trained
 from jaxfb.optim.loss_scale import DynamicLossScale, StaticLossScale
 from jaxfb.output import ForwardBackwardOutput
 from jaxfb.parallel.host_memory import check_memory
 from jaxfb.parallel.set_mesh import on_its_mesh
 from jaxfb.platforms.programs import per_options
-from jaxfb.refusal import Refused, function
+from jaxfb.refusal import Refused, function_of
 from jaxfb.types import LossFn, Pipelined, PyTree
 from jaxfb.update.apply import Update
 from jaxfb.update.arguments import check_apart, check_optimizer, check_options, check_rows, layer_order_of
@@ -87,12 +88,13 @@ def make_train_step(
       ValueError: an option is illegal, model, mesh and plan do not fit together, or the devices reach no pinned memory
         of their host for optimizer_memory="host".
     """
+    check_names("make_train_step", forward_backward_options, inspect.signature(make_train_step).parameters)
     check_optimizer(optimizer)
     check_options(max_grad_norm, clip_convention, loss_scale, dropout=dropout, count_zeros=count_zeros)
     if change_gradients is not None:
-        function("change_gradients", change_gradients, "from (gradients, state) to gradients")
+        function_of("change_gradients", change_gradients, "(gradients, state)")
     if check_program is not None:
-        function("check_program", check_program, "that is given the compiled program of an update")
+        function_of("check_program", check_program, "(compiled)")
     fb = get_forward_backward_func(mesh, **forward_backward_options)
     fb.check_plan(model, plan)
     if plan.packing and dropout:

@@ -455,3 +455,18 @@ def test_an_optimizer_that_accumulates_over_updates_is_warned_of(optimizer):
     step = make_train_step(**{**step_arguments(), "optimizer": optimizer})
     with pytest.warns(UserWarning, match="accumulates over several updates .* give all rows to one update"):
         step.init(PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "nearest"),
+    [("change_gradient", "change_gradients"), ("max_norm", "max_grad_norm"), ("remats", "remat")],
+)
+def test_a_misspelt_keyword_is_told_the_nearest_of_all_arguments(wrong, nearest):
+    with pytest.raises(TypeError, match=rf"make_train_step\(\) got .* '{wrong}'; did you mean '{nearest}'\?"):
+        make_train_step(**step_arguments(), **{wrong: None})
+
+
+@pytest.mark.parametrize("name", ["change_gradients", "check_program"])
+def test_a_function_of_other_arguments_is_refused_when_the_step_is_made(name):
+    with pytest.raises(ValueError, match=f"{name} must take "):
+        make_train_step(**step_arguments(), **{name: lambda: None})
