@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfb.refusal import Refused
+from jaxfb.refusal import Refused, name_of
 from jaxfb.types import LossOutput, Sum
 
 PyTree = Any
@@ -82,6 +82,11 @@ def _both_ways(loss: Callable) -> Callable:
         def objective(floats):
             out = loss(*floats, microbatch)
             out = LossOutput({"loss": out}) if isinstance(out, Sum) else out
+            if not isinstance(out, LossOutput):
+                raise Refused(
+                    f"[loss] {name_of(loss)} must return jaxfb.Sum(total, weight) or jaxfb.LossOutput, sums over rows "
+                    f"and tokens, got a {type(out).__name__}"
+                )
             return sum(jnp.sum(term.total) for term in out.terms.values()), out
 
         gradient, out = jax.grad(objective, has_aux=True)(floats)

@@ -18,7 +18,7 @@ from jaxfb.losses.coupling import check_rows_uncoupled
 from jaxfb.losses.logits import IdRanges
 from jaxfb.losses.sequences import Sequences, check_per_token
 from jaxfb.losses.token_log_probs import check_temperature, token_log_probs
-from jaxfb.refusal import Refused, function, instance, integer, refuse
+from jaxfb.refusal import Refused, function_of, instance, integer, refuse
 from jaxfb.types import LossOutput, Pipelined, Sum, Unembedding
 
 # (unembedding, microbatch, axis) -> LossOutput; with an axis, the kernel's vocabulary is cut over it
@@ -52,12 +52,12 @@ def policy_loss_fn(
       ValueError: the model offers no `unembed`, or temperature is not positive.
     """
     unembed_of(model)
-    function("loss", loss, "(log_probs, entropy, microbatch)", who="[loss]")
+    function_of("loss", loss, "(log_probs, entropy, microbatch)", who="[loss]")
     check_temperature(temperature)
     _check_ranges(absent_ids)
 
     def head_loss(unembedding: Unembedding, microbatch: Mapping, axis: str | None) -> LossOutput | Sum:
-        check_per_token("loss_mask", *[microbatch["loss_mask"]] * 2)
+        _check_leaves(microbatch, ("loss_mask", "targets"))
         scores = token_log_probs(
             unembedding.hidden,
             unembedding.kernel if unembedding.table is None else unembedding.table,
@@ -71,7 +71,11 @@ def policy_loss_fn(
         )
         return loss(scores.log_probs, scores.entropy, microbatch)
 
-    return replace(with_head(model, head_loss), check=partial(check_rows_uncoupled, loss, 2))
+    def check(microbatch: Mapping, num_parts: int) -> None:
+        _check_leaves(microbatch, ("loss_mask",))
+        check_rows_uncoupled(loss, 2, microbatch, num_parts)
+
+    return replace(with_head(model, head_loss), check=check)
 
 
 def log_prob_fn(model: Pipelined, *, temperature: float = 1.0, absent_ids: IdRanges = ()) -> Pipelined:
@@ -133,6 +137,17 @@ def unembed_of(model: Any) -> Callable[..., Unembedding]:
             "Pipelined `unembed=lambda outer, hidden: jaxfb.types.Unembedding(normed_hidden, head_kernel)`"
         )
     return model.unembed
+
+
+def _check_leaves(microbatch: Mapping, names: tuple[str, ...]) -> None:
+    """Raises ValueError for a microbatch without leaves that every loss over log-probs reads."""
+    for name in names:
+        if name not in microbatch:
+            raise Refused(
+                f"[loss] a loss over log-probs reads the leaf {name!r} [rows, seq], the microbatch has "
+                f"{', '.join(microbatch)}"
+            )
+    check_per_token("loss_mask", *[microbatch["loss_mask"]] * 2)
 
 
 def _check_ranges(absent_ids: Any) -> None:

@@ -23,7 +23,7 @@ from jaxfb.losses.kl import check_kl_estimator, kl_penalty
 from jaxfb.losses.sequences import Sequences, check_per_token
 from jaxfb.losses.settings import check_finite, check_not_negative
 from jaxfb.losses.surrogates import PPOClip, clamped_log_ratio
-from jaxfb.refusal import Refused, boolean, function
+from jaxfb.refusal import Refused, boolean, function, name_of
 from jaxfb.types import LossOutput, Max, Min, Sum
 
 
@@ -87,7 +87,7 @@ class PolicyLoss:
         log_probs = sequences.where_counted(log_probs)
         old = lax.stop_gradient(log_probs) if self.on_policy else leaf("old_log_probs")
         tokens = PolicyTokens(log_probs, old, leaf("advantages"))
-        losses, extra = self.surrogate(tokens, sequences)
+        losses, extra = _pair(self.surrogate, self.surrogate(tokens, sequences))
         if "rollout_weights" in microbatch:
             losses *= leaf("rollout_weights")
         terms = {"policy": self._aggregated(losses, sequences)}
@@ -109,6 +109,16 @@ class PolicyLoss:
     def _aggregation(self) -> str:
         own = getattr(self.surrogate, "aggregation", "token-mean")
         return own if self.aggregation is None else self.aggregation
+
+
+def _pair(surrogate: Any, answer: Any) -> tuple[jax.Array, dict]:
+    """Returns what a surrogate returned; ValueError unless it is a loss of every token and metrics by name."""
+    if not isinstance(answer, tuple) or len(answer) != 2 or not isinstance(answer[1], dict):
+        raise Refused(
+            f"[loss] the surrogate {name_of(surrogate)} must return (loss per token, metrics), such as (losses, {{}}), "
+            f"got a {type(answer).__name__}"
+        )
+    return answer
 
 
 def mean_metric(per_token: jax.Array, sequences: Sequences) -> Sum:

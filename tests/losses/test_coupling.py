@@ -12,7 +12,7 @@ from jaxfb.losses.heads import policy_loss_fn
 from jaxfb.losses.policy import PolicyLoss
 from jaxfb.losses.sequences import Sequences
 from jaxfb.models.config import TransformerConfig
-from jaxfb.models.transformer import transformer
+from jaxfb.models.transformer import init_params, transformer
 from jaxfb.types import LossOutput, Pipelined, Sum, Unembedding
 
 CONFIG = TransformerConfig(
@@ -112,3 +112,48 @@ def test_what_is_too_large_to_make_up_is_said_not_to_be_checked():
     huge = {"loss_mask": jax.ShapeDtypeStruct((ROWS, 4096, 32768), jnp.float32)}
     with pytest.warns(UserWarning, match="134,217,728 numbers a row"):
         check_rows_uncoupled(loss, 1, huge, 2)
+
+
+def _bare(log_probs, entropy, microbatch):
+    return log_probs.sum()
+
+
+def _surrogate_of_one(tokens, sequences):
+    return -tokens.advantages
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (_bare, "_bare must return jaxfb.Sum.total, weight. or jaxfb.LossOutput"),
+        (PolicyLoss(_surrogate_of_one), r"the surrogate _surrogate_of_one must return \(loss per token, metrics\)"),
+    ],
+    ids=["bare", "surrogate"],
+)  # fmt: skip
+def test_a_loss_that_returns_something_else_is_refused_by_its_name(loss, message):
+    with pytest.raises(ValueError, match=message):
+        _check(loss, 2)
+
+
+def test_a_loss_of_other_arguments_is_refused_when_its_model_is_made():
+    with pytest.raises(ValueError, match=r"loss must take \(log_probs, entropy, microbatch\)"):
+        policy_loss_fn(transformer(CONFIG), lambda log_probs, microbatch: 0)
+
+
+@pytest.mark.parametrize("name", ["targets", "loss_mask"])
+@pytest.mark.parametrize("rows_per_microbatch", [ROWS, 2])
+def test_a_batch_without_what_every_loss_reads_is_refused(name, rows_per_microbatch):
+    leaves = {
+        "tokens": np.int32,
+        "targets": np.int32,
+        "positions": np.int32,
+        "segments": np.int32,
+        "loss_mask": float,
+    }
+    batch = {one: np.ones((ROWS, SEQ), dtype) for one, dtype in leaves.items() if one != name}
+    plan = jaxfb.BatchPlan(rows=ROWS, rows_per_microbatch=rows_per_microbatch)
+    params = init_params(CONFIG, jax.random.key(0))
+    with pytest.raises(ValueError, match=f"reads the leaf '{name}'"):
+        jaxfb.get_forward_backward_func()(
+            policy_loss_fn(transformer(CONFIG), by_sequence), params, batch, plan
+        )
