@@ -119,7 +119,7 @@ def check_apart(state: PyTree, batch: PyTree) -> None:
     """Raises ValueError if an array of the batch is one of the state, which the step overwrites while it reads it."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     given = {id(leaf): path for path, leaf in leaves if isinstance(leaf, jax.Array) and not is_traced(leaf)}
-    if not given:
+    if given.keys().isdisjoint(map(id, jax.tree.leaves(state))):
         return
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         if (place := given.get(id(leaf))) is not None:
