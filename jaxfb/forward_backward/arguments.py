@@ -17,10 +17,11 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxfb.batch_plan import BatchPlan
-from jaxfb.mesh import axis_size, data_parallel
+from jaxfb.mesh import AXES, axis_size, data_parallel
 from jaxfb.parallel.annotations import check_kinds
+from jaxfb.parallel.sharding import axes_of
 from jaxfb.platforms.compat import is_traced
-from jaxfb.refusal import INT64, Refused, function_of, instance, integer, name_of, shown
+from jaxfb.refusal import INT64, Refused, choice, function_of, instance, integer, name_of, shown
 from jaxfb.trainable import Patterns, pruned
 from jaxfb.types import Counted, Halves, Pipelined, PyTree, VocabularyParallel
 
@@ -276,7 +277,8 @@ def specs_like(params: PyTree, specs: PyTree) -> PyTree:
     """Returns the PartitionSpecs that a rule gave for `params`, as a tree of the same kinds of nodes.
 
     Raises:
-      ValueError: a parameter has no PartitionSpec or one of more entries than it has dims, or a spec no parameter.
+      ValueError: a parameter has no PartitionSpec or one of more entries than it has dims or with an unknown axis,
+        or a spec no parameter.
     """
     given = dict(jax.tree_util.tree_leaves_with_path(specs))
 
@@ -287,6 +289,8 @@ def specs_like(params: PyTree, specs: PyTree) -> PyTree:
                 "param_specs must give a PartitionSpec for each parameter, of at most as many entries as it has dims; "
                 f"for params{jax.tree_util.keystr(path)} of shape {tuple(leaf.shape)} it gives {spec!r}"
             )
+        for axis in (axis for entry in spec for axis in axes_of(entry)):
+            choice(f"each axis that param_specs gives for params{jax.tree_util.keystr(path)}", axis, AXES)
         return spec
 
     found = jax.tree_util.tree_map_with_path(one, params)

@@ -219,6 +219,11 @@ def _at(schedule: Callable, count: jax.Array, samples: jax.typing.ArrayLike | No
 
 def _step(lr, wd, direction, param, decays):
     # The rates may be float64 beside float32 parameters; the update keeps the parameters' dtype.
+    if jnp.shape(direction) != jnp.shape(param):
+        raise Refused(
+            f"[optimizer] the direction of a parameter must have its shape {list(jnp.shape(param))}, got "
+            f"{list(jnp.shape(direction))}"
+        )
     dtype = jnp.result_type(direction, param)
     decayed = direction + wd.astype(dtype) * param if decays else direction
     return -lr.astype(dtype) * decayed

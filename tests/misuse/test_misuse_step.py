@@ -25,6 +25,7 @@ import jaxfb
 from jaxfb import BatchPlan, Sum, TrainState, lr_schedule, make_mesh, make_optimizer, make_train_step
 from jaxfb.gradients import clip_by_global_norm
 from jaxfb.optim import DynamicLossScale, StaticLossScale, weight_decay_schedule
+from jaxfb.parts import OPTIMIZERS
 
 ROWS = 4
 PLAN = BatchPlan(rows=ROWS, num_microbatches=2)
@@ -470,3 +471,22 @@ def test_a_misspelt_keyword_is_told_the_nearest_of_all_arguments(wrong, nearest)
 def test_a_function_of_other_arguments_is_refused_when_the_step_is_made(name):
     with pytest.raises(ValueError, match=f"{name} must take "):
         make_train_step(**step_arguments(), **{name: lambda: None})
+
+
+def summed():
+    return optax.stateless(lambda grads, params: jax.tree.map(jnp.sum, grads))
+
+
+def test_directions_of_another_shape_than_their_parameter_are_refused(monkeypatch):
+    monkeypatch.setitem(OPTIMIZERS._parts, "summed", summed)
+    optimizer = make_optimizer("summed", learning_rate=0.1)
+    with pytest.raises(ValueError, match=r"direction of a parameter must have its shape \[3\], got \[\]"):
+        optimizer.update(PARAMS, optimizer.init(PARAMS), PARAMS)
+
+
+def test_a_misspelt_axis_in_param_specs_is_told_the_nearest():
+    step = make_train_step(**step_arguments(), param_specs=lambda params: {"w": jax.P("tensr")})
+    with pytest.raises(
+        ValueError, match=r"param_specs gives for params\['w'\] must be one of .*mean 'tensor'"
+    ):
+        step.init(PARAMS)
