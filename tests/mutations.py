@@ -1744,9 +1744,16 @@ MUTATIONS = (
     Mutation(
         "first_config_not_read_where_the_first_run_is_gone",
         "training/from_config/sizes.py",
-        "kept if kept.is_file() and not Path(config.start.run).is_dir() else config.start.run",
-        "config.start.run",
+        "load_config(own.first_config if keeps else start)",
+        "load_config(start)",
         "rl/test_supervised.py::test_a_run_keeps_the_config_of_the_one_that_it_started_from",
+    ),
+    Mutation(
+        "run_at_the_place_of_the_first_one_read",
+        "training/run_dir.py",
+        'return is_whole and saved.get("start") == config_to_dict(config)["start"]',
+        "return False",
+        "rl/test_without_start.py::test_a_run_that_took_the_place_of_the_first_one_is_not_read",
     ),
     Mutation(
         "second_run_in_a_directory",

@@ -29,7 +29,7 @@ from jaxfb.planner.topology import Topology
 from jaxfb.refusal import Refused
 from jaxfb.rl.advice import planned as advised
 from jaxfb.rl.policy import make_task, rollout_plan, row_slots
-from jaxfb.rl.start import Base, check_run, tokenizer_of
+from jaxfb.rl.start import Base, check_run, kept_by_run, tokenizer_of
 from jaxfb.rl.supervised import row_length, update_plans
 from jaxfb.rl.tasks import check_task
 from jaxfb.training.from_config.dtypes import compute_dtype, param_dtype
@@ -66,10 +66,12 @@ def planned(config: PostTrainingConfig, topology: Topology) -> Planned:
     """
     sized: Any = config  # its mesh is all that is read
     mesh: Any = abstract_mesh(sized, topology.num_devices, abstract_device(topology))
-    check_run(config)
-    tokenizer = tokenizer_of(config)
+    kept = kept_by_run(config)
+    if kept is None:
+        check_run(config)
+    tokenizer = tokenizer_of(config, kept)
     sizes = built_in(model_sizes(config, tokenizer.vocab_size), *POST_TRAINING)
-    base = _Elsewhere(config, mesh, tokenizer, sizes)
+    base = _Elsewhere(config, mesh, tokenizer, sizes, kept)
     length = _row_length(config, base)
     _check_plans(base, length)
     update = _as_pretraining(config, sizes, length, config.plans.train, topology)

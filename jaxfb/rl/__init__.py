@@ -56,20 +56,25 @@ def post_train(
             f"[task] task={shown(task)} would not be read: this is a config of `jaxfb {COMMANDS[type(config)]}`, which "
             "learns from a file; leave task out, or give a config of `jaxfb rl`"
         )
-    make = partial(make_work, task=task)
+    make = partial(make_work, task=task, fresh=fresh)
     return loop.run(make, config, loop.Start(resume, fresh, allow_changes), callbacks)
 
 
-def make_work(config: SFTConfig | DPOConfig | RLConfig, hosts: Hosts, task: Task | None = None) -> Work:
-    """Returns everything that a post-training config describes, ready to run; nothing is compiled."""
+def make_work(
+    config: SFTConfig | DPOConfig | RLConfig, hosts: Hosts, task: Task | None = None, fresh: bool = False
+) -> Work:
+    """Returns everything that a post-training config describes, ready to run; nothing is compiled.
+
+    fresh: the run begins, so that what is saved in its directory does not count.
+    """
     if isinstance(config, SFTConfig):
         from jaxfb.rl.supervised import make_supervised_work
 
-        return make_supervised_work(config)
+        return make_supervised_work(config, fresh)
     if isinstance(config, DPOConfig):
         from jaxfb.rl.preference import make_preference_work
 
-        return make_preference_work(config)
+        return make_preference_work(config, fresh)
     from jaxfb.rl.policy import make_policy_work
 
-    return make_policy_work(config, task, hosts.first)
+    return make_policy_work(config, task, hosts.first, fresh)

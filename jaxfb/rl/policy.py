@@ -232,16 +232,19 @@ class PolicyWork(PostTraining):
 
 
 def make_policy_work(
-    config: RLConfig, task: Task | None = None, once: Callable[[Callable[[], Any]], Any] | None = None
+    config: RLConfig,
+    task: Task | None = None,
+    once: Callable[[Callable[[], Any]], Any] | None = None,
+    fresh: bool = False,
 ) -> PolicyWork:
     """Builds everything a run is made of; nothing is compiled.
 
-    task: replaces the config's. once: see `Experience`.
+    task: replaces the config's. once: see `Experience`. fresh: as for `make_base`.
 
     Raises:
       ValueError: an impossible size, in one sentence with the nearest legal choice.
     """
-    base, own = make_base(config), task is not None
+    base, own = make_base(config, fresh), task is not None
     task = make_task(config) if task is None else task
     prompts = check_task(task, base.chat)
     sampler = _sampler(config, base, max(map(len, prompts)))

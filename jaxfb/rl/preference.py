@@ -102,9 +102,9 @@ def _other_pairs(key: str, path: str | None) -> str:
     )
 
 
-def make_preference_work(config: DPOConfig) -> PreferenceWork:
-    """Builds everything a run is made of; nothing is compiled."""
-    base, section = make_base(config), config.preferences
+def make_preference_work(config: DPOConfig, fresh: bool = False) -> PreferenceWork:
+    """Builds everything a run is made of; nothing is compiled. fresh: as for `make_base`."""
+    base, section = make_base(config, fresh), config.preferences
     train = read_preferences(section.path)
     if section.held_out_path:
         held_out = read_preferences(section.held_out_path)

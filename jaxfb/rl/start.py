@@ -44,6 +44,7 @@ from jaxfb.training.from_config.options import engine_options, step_options
 from jaxfb.training.from_config.sizes import POST_TRAINING, as_stored, built_in, model_sizes
 from jaxfb.training.machine import check_continuation, check_model, check_rows
 from jaxfb.training.parameters import begun, params_in, params_of_run, with_given_adapter
+from jaxfb.training.run_dir import RunDirectory
 from jaxfb.types import LossFn, Pipelined
 from jaxfb.update.train_state import TrainState
 from jaxfb.update.train_step import TrainStep, make_train_step
@@ -59,12 +60,14 @@ class Base(Generic[Kind]):
     """A model that is about to be trained further.
 
     model: the transformer, whose head is replaced by the loss at hand (`losses.heads`).
+    kept: the directory of the run itself, where it is saved and has the tokenizer and the chat that it began with.
     """
 
     config: Kind
     mesh: Mesh
     tokenizer: Tokenizer
     sizes: TransformerConfig
+    kept: Path | None = None
 
     @cached_property
     def model(self) -> Pipelined:
@@ -77,7 +80,7 @@ class Base(Generic[Kind]):
         Raises:
           ValueError: the template cannot be read, or a stop token is not the tokenizer's.
         """
-        return _chat(self.config, self.tokenizer)
+        return _chat(self.config, self.tokenizer, self.kept)
 
     @cached_property
     def absent_ids(self) -> IdRanges:
@@ -178,6 +181,7 @@ class Base(Generic[Kind]):
         Adapters of that run are merged into its kernels; those of this run are new, or of `lora.adapter`.
         """
         model, run = self.config.model, self.config.start.run
+        check_run(self.config)
         if run is None and (model is None or model.from_ is None):
             return with_given_adapter(self.config, self.init_params)
         abstract = without_adapters(step.abstract_state(self.init_params).params)
@@ -192,8 +196,11 @@ class Base(Generic[Kind]):
         return jax.tree.map(lambda leaf: leaf.astype(param_dtype(self.config)), params)
 
 
-def make_base(config: Kind) -> Base[Kind]:
+def make_base(config: Kind, fresh: bool = False) -> Base[Kind]:
     """Reads what the config starts from.
+
+    fresh: a run begins, whatever is saved in its directory. Otherwise a run that is saved there is to continue, and
+      needs nothing but its own directory.
 
     Raises:
       ValueError: an impossible size, a missing file.
@@ -201,15 +208,17 @@ def make_base(config: Kind) -> Base[Kind]:
     enable_float64(config)
     mesh = make_mesh(**vars(config.mesh))
     check_optimizer(config, _length(config))
-    check_run(config)
+    kept = None if fresh else kept_by_run(config)
+    if kept is None:
+        check_run(config)
     check_head(config)
-    tokenizer = tokenizer_of(config)
-    sizes = built_in(model_sizes(config, tokenizer.vocab_size), *POST_TRAINING)
+    tokenizer = tokenizer_of(config, kept)
+    sizes = built_in(model_sizes(config, tokenizer.vocab_size, fresh), *POST_TRAINING)
     check_model(sizes, mesh, least_bytes(config))
     check_continuation(sizes, config.eval.tokens)
     check_tensor_divides(sizes, axis_size(mesh, "tensor"))
     check_expert_divides(sizes, axis_size(mesh, "expert"))
-    return Base(config, mesh, tokenizer, sizes)
+    return Base(config, mesh, tokenizer, sizes, kept)
 
 
 def _length(config: PostTrainingConfig) -> int | None:
@@ -260,6 +269,12 @@ def check_packing(config: PostTrainingConfig, sizes: TransformerConfig, plan: Ba
     )
 
 
+def kept_by_run(config: PostTrainingConfig) -> Path | None:
+    """Returns the directory of the config's run where what it began with is kept there, so that it can continue."""
+    directory = RunDirectory.of(config)
+    return directory.path if directory.began_as(config) else None
+
+
 def check_run(config: PostTrainingConfig) -> None:
     """Refuses a run to start from that is not there."""
     run = config.start.run
@@ -299,12 +314,16 @@ def row_multiple(mesh: Mesh) -> int:
     return 1 if size == 1 else 2 * size
 
 
-def tokenizer_of(config: PostTrainingConfig) -> Tokenizer:
+def tokenizer_of(config: PostTrainingConfig, kept: Path | None = None) -> Tokenizer:
     """Returns the tokenizer that the config names, or that of what the run begins with.
+
+    kept: as for `Base`; the tokenizer there counts.
 
     Raises:
       ValueError: none is named, or there is no such file.
     """
+    if kept is not None:
+        return load_tokenizer(kept / "tokenizer.json")
     asked = config.start.tokenizer
     if asked == "bytes":
         return ByteTokenizer()
@@ -336,12 +355,11 @@ def _tokenizer_directory(config: PostTrainingConfig) -> Path | None:
     return path if path.is_dir() else path.parent
 
 
-def _chat(config: PostTrainingConfig, tokenizer: Tokenizer) -> Chat:
+def _chat(config: PostTrainingConfig, tokenizer: Tokenizer, kept: Path | None) -> Chat:
     """Makes the chat by the template that the config names, else that of the starting run or the tokenizer's files."""
     section = next(found for name in KINDS if (found := getattr(config, name, None)) is not None)
-    source = _source(config)
-    places = [] if source is None else [source]
-    places += [place for place in [_tokenizer_directory(config)] if place is not None]
+    sources = [kept] if kept is not None else [_source(config), _tokenizer_directory(config)]
+    places = [place for place in sources if place is not None]
     known = next((chat for place in places if (chat := saved_chat(place, tokenizer))), None)
     asked, stops = section.template, config.start.stop_tokens
     if asked is None and known is not None:

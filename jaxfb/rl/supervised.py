@@ -120,9 +120,9 @@ class SupervisedWork(PostTraining):
             plot_losses(directory.metrics, directory.picture)
 
 
-def make_supervised_work(config: SFTConfig) -> SupervisedWork:
-    """Builds everything a run is made of; nothing is compiled."""
-    base = make_base(config)
+def make_supervised_work(config: SFTConfig, fresh: bool = False) -> SupervisedWork:
+    """Builds everything a run is made of; nothing is compiled. fresh: as for `make_base`."""
+    base = make_base(config, fresh)
     section = config.conversations
     train = read_conversations(section.path)
     if section.held_out_path:

@@ -31,7 +31,7 @@ from jaxfb.pretrained.tensor_files import NAMES
 from jaxfb.refusal import Refused, choice
 from jaxfb.trainable import name_of
 from jaxfb.training.from_config.sizes import abstract_params, config_with_model
-from jaxfb.training.parameters import weights_of
+from jaxfb.training.parameters import carried_of, weights_of
 from jaxfb.training.run_dir import RunDirectory
 
 log = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ def _export_files(source: Path, target: Path, dtype: str | None) -> list[Path]:
 
 
 def _export_checkpoint(source: Path, config: Any, target: Path, dtype: str | None) -> list[Path]:
-    origin = _origin(source, config)
+    origin = carried_of(source, config)
     sizes, description = _described(source, config, origin)
     wanted = dtype or description.get("dtype") or description.get("torch_dtype") or "float32"
     choice("dtype", wanted, tuple(NAMES), who="[hf] config.json:")
@@ -163,7 +163,7 @@ def _export_adapter(source: Path, config: Any, target: Path) -> list[Path]:
             f"[hf] {source} trained {', '.join(config.trainable)} beside its adapters, which an adapter's files would "
             "leave out; export the merged model, without --adapter"
         )
-    sizes, description = _described(source, config, _origin(source, config))
+    sizes, description = _described(source, config, carried_of(source, config))
     stored = _stored(config, sizes)
     store = CheckpointStore(source / "checkpoints", keep_best=None)
     wanted = _nested({path: leaf for path, leaf in stored.items() if path.endswith((A, B))})
@@ -180,6 +180,13 @@ def _base_of(source: Path, config: Any) -> Path:
     if begun is None and (files := getattr(config.model, "from_", None)) is not None:
         return Path(files)
     base = source if begun is None else Path(begun)
+    if begun is not None and not base.is_dir():
+        log.warning(
+            "[export] the run %s, to whose weights the adapters belong, is no longer there, so PEFT must be given a "
+            "model with these weights by name",
+            base,
+        )
+        return base
     files = None if begun is None else weights_of(base, load_config(base))
     if files is not None and RunDirectory(base).newest_update() is None:
         return files
@@ -227,15 +234,6 @@ def _described(source: Path, config: Any, origin: Path | None) -> tuple[Transfor
     shapes = CheckpointStore(source / "checkpoints", keep_best=None).shapes()
     sizes = model.sized(shapes["params.embed.embedding"][0])
     return sizes, describe(sizes)
-
-
-def _origin(source: Path, config: Any) -> Path | None:
-    """Returns what was carried from the imported model, of this run or of the one that it started from."""
-    if (source / CARRIED / "config.json").is_file():
-        return source / CARRIED
-    start = getattr(config, "start", None)
-    begun = None if start is None or start.run is None else Path(start.run)
-    return _origin(begun, load_config(begun)) if begun is not None and begun.is_dir() else None
 
 
 def _config(target: Path) -> dict[str, Any]:

@@ -122,8 +122,22 @@ def params_in(source: str | Path, model: TransformerConfig, abstract_params: PyT
     return load_params(open_repository(source), sizes, abstract_params)
 
 
+def carried_of(run_dir: Path, config: Any) -> Path | None:
+    """Returns the companions of the model that was imported, in a run's directory or in that of the run that it began
+    with; None if there are none.
+    """
+    own = run_dir / CARRIED
+    return own if (own / "config.json").is_file() else _carried_before(config)
+
+
+def _carried_before(config: Any) -> Path | None:
+    start = getattr(config, "start", None)
+    begun = None if start is None or start.run is None else Path(start.run)
+    return None if begun is None or not begun.is_dir() else carried_of(begun, load_config(begun))
+
+
 def carry_from(config: Any, directory: RunDirectory) -> None:
     """Copies the companions of the model that a run begins with into its directory, once."""
-    source = getattr(config.model, "from_", None)
+    source = getattr(config.model, "from_", None) or _carried_before(config)
     if source is not None and not (directory.path / CARRIED).exists():
         carry(source, directory.path)

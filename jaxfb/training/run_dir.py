@@ -101,6 +101,16 @@ class RunDirectory:
         ):  # an impossible path is refused by `check`, a torn summary written again
             return None
 
+    def began_as(self, config: Any) -> bool:
+        """Returns whether the run that is saved here began with what a config of post-training starts from: then its
+        tokenizer, its chat and start.yaml are here, and what lies at `start.run` now may be another run.
+        """
+        if self.newest_update() is None or not self.tokenizer.is_file():
+            return False
+        saved = self.saved_config() or {}
+        is_whole = config.start.run is None or self.first_config.is_file()
+        return is_whole and saved.get("start") == config_to_dict(config)["start"]
+
     def saved_config(self) -> dict[str, Any] | None:
         """Returns the config of the run that lies here, but for the directory, or None if it cannot be read."""
         try:

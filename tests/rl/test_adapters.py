@@ -187,6 +187,8 @@ def test_an_adapter_names_the_files_of_its_weights_or_warns(tmp_path, caplog):
     assert base(**begun) == tmp_path / "imported" / "hf" and not caplog.records
     (tmp_path / "imported" / "checkpoints" / "3").mkdir()  # as if it had been trained
     assert base(**begun) == tmp_path / "imported" and "export that run too" in caplog.text
+    shutil.rmtree(tmp_path / "imported")
+    assert base(**begun) == tmp_path / "imported" and "is no longer there" in caplog.text
 
 
 def dict_of(tree):

@@ -363,6 +363,7 @@ def test_sft_then_dpo_from_the_command_line_stopped_and_resumed(tmp_path, capsys
     assert main([*raw, "--tokens", "3"]) == 0
     assert capsys.readouterr().out.split("Assistant: ")[1].split("\n")[0] == continued
     assert main(["export-hf", str(tmp_path / "whole" / "run"), str(tmp_path / "exported")]) == 0
+    assert main(["dpo", str(tmp_path / "whole" / "run"), "--resume", "batch.updates=7"]) == 0
 
 
 @pytest.mark.parametrize("kept", [True, False])

@@ -32,16 +32,18 @@ VOCAB_MULTIPLE = (
 Sizes = TypeVar("Sizes", bound=TransformerConfig)
 
 
-def model_sizes(config: Config | PostTrainingConfig, vocab_size: int) -> TransformerConfig | OwnModelConfig:
+def model_sizes(
+    config: Config | PostTrainingConfig, vocab_size: int, fresh: bool = False
+) -> TransformerConfig | OwnModelConfig:
     """Returns the transformer's sizes: the config's vocabulary, or the tokenizer's rounded up to a multiple of 128.
 
-    A post-training config without a model has that of the run it starts from.
+    A post-training config without a model has that of the run it starts from; fresh: as for `config_with_model`.
 
     Raises:
       ValueError: the config's vocabulary is smaller than the tokenizer's.
     """
     if isinstance(config, PostTrainingConfig) and config.model is None:
-        sizes = model_sizes(config_with_model(config), vocab_size)
+        sizes = model_sizes(config_with_model(config, fresh), vocab_size)
         return with_lora(config, adapted(built_in(sizes, *POST_TRAINING), None))
     assert config.model is not None  # a config of pretraining has one
     rounded = -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
@@ -59,20 +61,21 @@ def model_sizes(config: Config | PostTrainingConfig, vocab_size: int) -> Transfo
     return with_lora(config, config.model.sized(rounded))
 
 
-def config_with_model(config: Any) -> Any:
+def config_with_model(config: Any, fresh: bool = False) -> Any:
     """Returns the config, or that of the run that it starts from, which may have started from one: the first one with a
     section `model`.
 
-    A run keeps a copy of it, which counts where the run that it started from is no longer there.
+    A run keeps a copy of it, which counts once it is saved: by then another run may lie where it started from.
+
+    fresh: a run begins, whatever is saved in its directory.
 
     Raises:
       ValueError: there is neither that run nor a copy.
     """
     while config.model is None:
-        kept = RunDirectory.of(config).first_config
-        config = load_config(
-            kept if kept.is_file() and not Path(config.start.run).is_dir() else config.start.run
-        )
+        own, start = RunDirectory.of(config), config.start.run
+        keeps = not fresh and own.first_config.is_file() and (own.began_as(config) or not Path(start).is_dir())
+        config, fresh = load_config(own.first_config if keeps else start), False
     return config
 
 
