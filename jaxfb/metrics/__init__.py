@@ -5,7 +5,7 @@ Numbers leave the device one step behind (`Pending`), become plain floats, and g
 """
 
 from jaxfb.metrics.pending import Pending, arrays, scalars
-from jaxfb.metrics.plot import plot_losses, plot_policy
+from jaxfb.metrics.plot import draw_or_say, plot_losses, plot_policy
 from jaxfb.metrics.throughput import Throughput
 from jaxfb.metrics.writers import (
     JsonlWriter,
@@ -26,6 +26,7 @@ __all__ = [
     "Writer",
     "arrays",
     "check_writers",
+    "draw_or_say",
     "make_writers",
     "plot_losses",
     "plot_policy",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,23 @@ def plot_policy(metrics_paths: Iterable[str | Path], png_path: str | Path) -> Pa
     entropy.set(ylabel="entropy (nats)", xlabel="update", ylim=(0, None))
     figure.savefig(png_path)
     return Path(png_path)
+
+
+def draw_or_say(draw: Callable[[], Any], say: Callable[[str], None]) -> None:
+    """Draws a picture of a run that is trained, or tells `say` why there is none: the run has ended well all the same.
+
+    matplotlib may be installed wrongly, or configured by its user (matplotlibrc, MPLBACKEND) so that it cannot draw.
+
+    Raises:
+      OSError: the picture cannot be written.
+    """
+    try:
+        draw()
+    except OSError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        say(f"[plot] no picture of the run, since matplotlib failed ({type(error).__name__}: {reason})")
 
 
 def _panels() -> tuple[Any, Any, Any]:

@@ -18,7 +18,7 @@ from jaxfb.config.adapters import trained_patterns
 from jaxfb.config.own_model import OwnModelConfig
 from jaxfb.data import SplitStats
 from jaxfb.data.mixture import MixedRows
-from jaxfb.metrics import plot_losses
+from jaxfb.metrics import draw_or_say, plot_losses
 from jaxfb.process.whole_file import write_whole
 from jaxfb.trainable import pruned
 from jaxfb.training.ending import where_it_lies
@@ -68,7 +68,7 @@ def write_end(run: Run, summary: dict[str, Any]) -> None:
     """Writes sample.txt and, where matplotlib is installed, loss.png."""
     counted = {name: loss for name, loss in summary["nats_per_token"].items() if name != "held_out"}
     if find_spec("matplotlib"):
-        plot_losses(run.directory.metrics, run.directory.picture, counted)
+        draw_or_say(lambda: plot_losses(run.directory.metrics, run.directory.picture, counted), run.say)
     else:
         run.say("no loss.png without matplotlib; pip install 'jaxfb[plot]'")
     if summary["sample"] is not None:

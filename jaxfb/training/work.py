@@ -13,7 +13,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxfb.metrics import plot_losses
+from jaxfb.metrics import draw_or_say, plot_losses
 from jaxfb.training.ending import where_it_lies
 from jaxfb.training.log import named_numbers
 from jaxfb.training.run_dir import RunDirectory
@@ -141,7 +141,7 @@ class Work(ABC):
 
     def finish(self, run: Run, prepared: Any) -> dict[str, Any]:
         """Draws and writes what came of it, on process 0; returns what summary.json holds beside the common keys."""
-        self.plot(run.directory)
+        draw_or_say(lambda: self.plot(run.directory), run.say)
         return prepared
 
     def last_lines(self, directory: RunDirectory, summary: Mapping[str, Any]) -> Iterable[str]:

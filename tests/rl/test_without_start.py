@@ -1,4 +1,4 @@
-"""A saved run of post-training needs nothing of the run that it started from, which may be gone, or another one by now."""
+"""A saved run of post-training needs nothing of the run that it started from: it may be gone, or be another one by now."""
 
 import dataclasses
 import json
@@ -13,7 +13,7 @@ from jaxfb.data.tokenizer import ByteTokenizer
 from jaxfb.pretrained.companions import CARRIED
 from jaxfb.rl.start import make_base
 from jaxfb.training.from_config.sizes import config_with_model
-from jaxfb.training.parameters import carry_from, carried_of
+from jaxfb.training.parameters import carried_of, carry_from
 from jaxfb.training.run_dir import RunDirectory
 
 PLANS = {name: {"rows_per_microbatch": 4} for name in ("train", "eval", "logprob_ref")}

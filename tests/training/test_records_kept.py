@@ -104,3 +104,17 @@ def test_the_last_files_that_a_full_disk_did_not_take_are_written_by_a_resume(
     assert json.loads(run.summary.read_text())["updates"] == 5 and run.picture.exists()
     assert recorded(run) == before and before[0] == [1, 2, 3, 4, 5]
     assert main(["train", str(run.path), "--resume"]) == 0 and "is finished" in capsys.readouterr().out
+
+
+def test_a_run_ends_well_where_matplotlib_cannot_draw(config, capsys, monkeypatch):
+    """The backend of MPLBACKEND is no backend, or a user's matplotlibrc asks for latex, which is not installed."""
+
+    def draw(*_):
+        raise ValueError("Key backend: 'nonsense' is not a valid value\nfor backend")
+
+    monkeypatch.setattr("jaxfb.training.report.plot_losses", draw)
+    assert main(["train", str(config)]) == 0
+    run = RunDirectory.of(load_config(config))
+    assert json.loads(run.summary.read_text())["updates"] == 5 and not run.picture.exists()
+    said = capsys.readouterr().out
+    assert "matplotlib failed (ValueError: Key backend: 'nonsense' is not a valid value for backend)" in said

@@ -74,7 +74,9 @@ def config_with_model(config: Any, fresh: bool = False) -> Any:
     """
     while config.model is None:
         own, start = RunDirectory.of(config), config.start.run
-        keeps = not fresh and own.first_config.is_file() and (own.began_as(config) or not Path(start).is_dir())
+        keeps = (
+            not fresh and own.first_config.is_file() and (own.began_as(config) or not Path(start).is_dir())
+        )
         config, fresh = load_config(own.first_config if keeps else start), False
     return config
 
