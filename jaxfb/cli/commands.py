@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import errno
 import gc
+import io
 import os
 import signal
 import sys
@@ -39,28 +40,38 @@ COLLECT_AFTER = 10_000
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
+    if arguments is None:
+        _print_what_can_be_printed()
     options = parse(arguments)
     first, *older = gc.get_threshold()
     gc.set_threshold(max(first, COLLECT_AFTER), *older)
+    was_interrupted = False
     try:
         code = HANDLERS[options.verb](options) or DONE
         print(end="", flush=True)  # also where the shell has closed the output
     except KeyboardInterrupt as error:
         print("jaxfb: stopped", file=sys.stderr)
-        code = 128 + getattr(error, "number", signal.SIGINT)
+        code, was_interrupted = 128 + getattr(error, "number", signal.SIGINT), True
     except Exception as error:
         code = _ended_by(error, options)
     # a call from Python, which passes arguments, goes on after this one
-    may_wait_for_threads = arguments is None and code == UNWRITTEN
+    may_wait_for_threads = arguments is None and (code == UNWRITTEN or was_interrupted)
     if may_wait_for_threads or (code not in (DONE, RESUMABLE) and _among_several()):
         _leave(code)
     return code
+
+
+def _print_what_can_be_printed() -> None:
+    """Writes characters that the output's encoding lacks as \\xe9, as Python does on stderr, rather than end there."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _leave(code: int) -> NoReturn:
     """Ends this process now.
 
     An orderly end would wait for the other processes, or for the threads of a save that failed, which wait for minutes.
+    Where devices still compute what Ctrl-C has ended, it would free memory under them (a segmentation fault).
     """
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):  # closed, or on the disk that is full

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -24,7 +25,8 @@ def chat(
 ) -> list[Message]:
     """Answers every line that is read until there are no more, and returns the conversation.
 
-    Each answer is written piece by piece, and sampled with another random key than those before it.
+    Each answer is written piece by piece, and sampled with another random key than those before it. A line that is
+    refused, such as one that is not UTF-8, is forgotten; the conversation goes on.
 
     Args:
       system: the message that the conversation begins with.
@@ -47,7 +49,12 @@ def chat(
             write({"/reset": "forgotten\n", "/help": HELP + "\n"}.get(line, ""))
             continue
         messages.append({"role": "user", "content": line})
-        answer = _answer(model, messages, replace(how, seed=(how.seed + number) % 2**32), write)
+        try:
+            answer = _answer(model, messages, replace(how, seed=(how.seed + number) % 2**32), write)
+        except Refused as error:
+            write(f"{error}\n")
+            messages.pop()
+            continue
         messages.append({"role": "assistant", "content": answer})
         number += 1
     write("\n")
@@ -76,7 +83,11 @@ def _answer(model: Model, messages: list[Message], how: Sampling, write: Callabl
 
 
 def with_line_editing() -> Callable[[str], str]:
-    """Returns `input` with the arrow keys, where Python was built with them."""
+    """Returns `input` with the arrow keys, where Python was built with them; without an input it ends at once."""
     with suppress(ImportError):
         import_module("readline")
-    return input
+    return _closed if sys.stdin is None else input
+
+
+def _closed(prompt: str) -> str:
+    raise EOFError

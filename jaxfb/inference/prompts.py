@@ -105,8 +105,15 @@ def check_target(path: str | Path) -> None:
 
 
 def write_answers(path: str | Path, prompts: Sequence[Prompt], found: Sequence[list[str]]) -> None:
-    """Writes one JSON object a line: the prompt or the messages, and the answers."""
-    with Path(path).open("w", encoding="utf-8") as file:
-        for prompt, texts in zip(prompts, found, strict=True):
-            name = "prompt" if isinstance(prompt, str) else "messages"
-            file.write(json.dumps({name: prompt, "answers": texts}, ensure_ascii=False) + "\n")
+    """Writes one JSON object a line: the prompt or the messages, and the answers.
+
+    Raises:
+      OSError: the file does not take them; it is named.
+    """
+    try:
+        with Path(path).open("w", encoding="utf-8") as file:
+            for prompt, texts in zip(prompts, found, strict=True):
+                name = "prompt" if isinstance(prompt, str) else "messages"
+                file.write(json.dumps({name: prompt, "answers": texts}, ensure_ascii=False) + "\n")
+    except OSError as error:  # of a write, it lacks the name
+        raise OSError(error.errno, error.strerror, str(path)) from error

@@ -258,6 +258,17 @@ def test_output_that_nobody_reads_to_its_end_is_no_error():
     assert (done.returncode, done.stderr) == (141, "")
 
 
+def test_characters_that_the_output_cannot_encode_are_escaped():
+    """A model writes any character, and a run its sample at the end; the output may be a terminal of Latin letters."""
+    code = (
+        "import sys; from jaxfb.cli import commands as c; c.HANDLERS['init'] = lambda _: print('a\ufffd'); "
+    )
+    command = [sys.executable, "-c", code + "sys.argv[1:] = ['init']; sys.exit(c.main())"]
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "a\\ufffd\n", "")
+
+
 @pytest.mark.processes
 def test_training_continues_when_nobody_reads_its_output(tmp_path):
     """As in `jaxfb train ... | head`: the run ends as it would, with one line about it among the errors."""
@@ -323,3 +334,11 @@ def test_a_command_that_could_not_write_does_not_wait_for_the_threads_of_its_sav
     command = [sys.executable, "-c", LEFT_WAITING]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (74, "of the run\n", "jaxfb: a save failed\n")
+
+
+def test_a_command_that_ctrl_c_has_ended_does_not_wait_for_what_still_runs():
+    """A continuation that devices still computed was freed under them: exit code 139 for 130."""
+    code = LEFT_WAITING.replace('StorageError("a save failed")', "KeyboardInterrupt")
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "of the run\n", "jaxfb: stopped\n")

@@ -15,7 +15,7 @@ from tiny_directory import make
 from jaxfb.cli.commands import main
 from jaxfb.config.sections import MeshConfig
 from jaxfb.data.chat import make_chat
-from jaxfb.inference.chat import chat
+from jaxfb.inference.chat import chat, with_line_editing
 from jaxfb.inference.complete import Sampling, answers, complete, ids_of, until
 from jaxfb.inference.model import cut, open_model, sampling_mesh
 from jaxfb.inference.prompts import read_prompts, read_text, write_answers
@@ -153,6 +153,24 @@ def test_a_conversation_keeps_what_was_written_until_it_is_reset(model):
     text = "".join(out)
     first, second = text.index(last[-1]["content"]), text.index("forgotten")
     assert 0 < first < second and text.endswith("\n")
+
+
+def test_a_line_that_is_refused_does_not_end_a_conversation(model):
+    lines, out = iter(["Hello", "\udcff", "And?", "/exit"]), []
+    last = chat(model, Sampling(tokens=2), None, lambda _: next(lines), out.append)
+    assert [m["content"] for m in last if m["role"] == "user"] == ["Hello", "And?"]
+    assert "must be text in UTF-8" in "".join(out)
+
+
+def test_a_conversation_without_an_input_ends(monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)  # closed by the shell's <&-
+    with pytest.raises(EOFError):
+        with_line_editing()("> ")
+
+
+def test_answers_that_a_file_does_not_take_name_it():
+    with pytest.raises(OSError, match="/dev/full"):
+        write_answers("/dev/full", ["a"], [["b" * 10**5]])
 
 
 @pytest.mark.slow
