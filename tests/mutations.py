@@ -1749,6 +1749,13 @@ MUTATIONS = (
         "rl/test_supervised.py::test_a_run_keeps_the_config_of_the_one_that_it_started_from",
     ),
     Mutation(
+        "part_of_a_model_left_where_an_export_failed",
+        "pretrained/new_directory.py",
+        "            _empty(target)\n",
+        "            pass\n",
+        "pretrained/test_new_directory.py::test_what_was_written_is_removed",
+    ),
+    Mutation(
         "run_at_the_place_of_the_first_one_read",
         "training/run_dir.py",
         'return is_whole and saved.get("start") == config_to_dict(config)["start"]',

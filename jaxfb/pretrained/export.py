@@ -18,6 +18,7 @@ from jaxfb.pretrained.architectures import architecture_of, sizes_of
 from jaxfb.pretrained.companions import copy_companions
 from jaxfb.pretrained.family import MULTI_TOKEN
 from jaxfb.pretrained.names import Leaf, Part, leaves_of
+from jaxfb.pretrained.new_directory import check_new, new_directory
 from jaxfb.pretrained.repository import INDEX, SINGLE
 from jaxfb.pretrained.tensor_files import NAMES, Tensor, TensorFile
 from jaxfb.refusal import Refused
@@ -75,35 +76,43 @@ def export_arrays(
         the whole array for 0 dims; called once for each array, in no particular order.
       dtype: of the tensors that are written, or that of each array by dotted path.
     """
-    target = Path(directory)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise Refused(f"[hf] {target} must be a new or an empty directory; choose another")
+    check_new(directory)
     depth = _depth(shapes)
     leaves = leaves_of(architecture_of(config), replace(sizes_of(config), mtp_depth=depth))
     _check_shapes(leaves, shapes)
     dtypes = _dtypes(leaves, dtype if isinstance(dtype, Mapping) else dict.fromkeys(leaves, dtype))
     name = str(_widest(dtypes.values()))
-    target.mkdir(parents=True, exist_ok=True)
-    files = _files(target, leaves, dtypes, file_bytes)
+    values = {key: value for key, value in config.items() if key != "quantization_config"}
+    values |= dict.fromkeys(
+        [key for key in MULTI_TOKEN if key in values] or MULTI_TOKEN[: min(depth, 1)], depth
+    )
+    with new_directory(directory) as target:
+        files = _files(target, leaves, dtypes, file_bytes)
+        written = _written(files, leaves, parts_of, dtypes)
+        _write_json(target / "config.json", {**values, "dtype": name, "torch_dtype": name})
+        index = [_write_index(target, files)] if len(files) > 1 else []
+        carried = [] if companions is None else copy_companions(companions, target)
+    return [target / "config.json", *index, *written, *carried]
+
+
+def _written(
+    files: list[TensorFile],
+    leaves: Mapping[str, Leaf],
+    parts_of: Callable[[str, int], Iterable[Any]],
+    dtypes: Mapping[str, np.dtype],
+) -> list[Path]:
+    """Returns the files once all arrays are in them."""
     place = {tensor: file for file in files for tensor in file.names}
     try:
         for path, leaf in leaves.items():
             arrays = parts_of(path, len(leaf.parts[0].index))
             for part, array in zip(leaf.parts, arrays, strict=True):
                 _write_part(leaf, part, array, dtypes[part.name], place[part.name])
+        return [file.close() for file in files]
     except BaseException:
         for file in files:
             file.abandon()
         raise
-    written = [file.close() for file in files]
-    values = {key: value for key, value in config.items() if key != "quantization_config"}
-    values |= dict.fromkeys(
-        [key for key in MULTI_TOKEN if key in values] or MULTI_TOKEN[: min(depth, 1)], depth
-    )
-    _write_json(target / "config.json", {**values, "dtype": name, "torch_dtype": name})
-    index = [_write_index(target, files)] if len(files) > 1 else []
-    carried = [] if companions is None else copy_companions(companions, target)
-    return [target / "config.json", *index, *written, *carried]
 
 
 def _depth(shapes: Mapping[str, tuple[int, ...]]) -> int:

@@ -17,6 +17,7 @@ from jaxfb.models.lora import changed, projections
 from jaxfb.models.pattern import LEADING, is_layer, layer_name, named
 from jaxfb.pretrained.architectures import ARCHITECTURES
 from jaxfb.pretrained.family import Architecture
+from jaxfb.pretrained.new_directory import check_new, new_directory
 from jaxfb.pretrained.repository import FLOATS, read_json
 from jaxfb.refusal import Refused, integer, number, shown
 
@@ -60,16 +61,13 @@ def save_adapter(
     Raises:
       ValueError: the directory holds files, or transformers stores an adapted kernel as a part of a larger one.
     """
-    target = Path(directory)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise Refused(f"[hf] {target} must be a new or an empty directory")
+    check_new(directory)
     tensors, modules = _tensors(params, architecture)
     if adapted_experts(params):
         raise Refused(
             "[lora] experts have adapters, which in PEFT's format are of gate and up together; export the merged "
             "model, without --adapter"
         )
-    target.mkdir(parents=True, exist_ok=True)
     values = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -82,10 +80,11 @@ def save_adapter(
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    (target / CONFIG).write_text(json.dumps(values, indent=2) + "\n")
     from safetensors.numpy import save_file
 
-    save_file(tensors, target / WEIGHTS, metadata={"format": "pt"})
+    with new_directory(directory) as target:
+        save_file(tensors, target / WEIGHTS, metadata={"format": "pt"})
+        (target / CONFIG).write_text(json.dumps(values, indent=2) + "\n")
     return [target / CONFIG, target / WEIGHTS]
 
 

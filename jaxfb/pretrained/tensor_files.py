@@ -6,9 +6,11 @@ The `safetensors` library writes a file from all of its tensors at once, and so 
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,10 +50,10 @@ class TensorFile:
         text += b" " * (-len(text) % 8)
         self._begin, self.nbytes = 8 + len(text), at
         self._file = self._temporary.open("wb")
+        self._missing = set(self._tensors)
         self._file.write(len(text).to_bytes(8, "little") + text)
         self._file.truncate(self._begin + at)
         self._file.flush()
-        self._missing = set(self._tensors)
 
     @property
     def names(self) -> list[str]:
@@ -63,6 +65,7 @@ class TensorFile:
         wanted = self._tensors[name]
         if cut:
             at = self._begin + self._at[name]
+            self._reserve(at, wanted.nbytes)
             np.memmap(self._temporary, wanted.dtype, "r+", at, wanted.shape)[cut] = value
         elif value.shape != wanted.shape or value.dtype != wanted.dtype:
             raise RuntimeError(f"{name} is {value.dtype}{value.shape}, not {wanted.dtype}{wanted.shape}")
@@ -70,6 +73,15 @@ class TensorFile:
             self._file.seek(self._begin + self._at[name])
             self._file.write(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
         self._missing.discard(name)
+
+    def _reserve(self, at: int, size: int) -> None:
+        """Takes the space of a mapped part from the disk: where a full one has none, the mapping kills the process."""
+        if size and hasattr(os, "posix_fallocate"):
+            try:
+                os.posix_fallocate(self._file.fileno(), at, size)
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # a file system that does not reserve
+                    raise
 
     def close(self, holes: bool = False) -> Path:
         """Gives the file its name, and returns it. holes: tensors that were not written are zeros."""
@@ -81,5 +93,6 @@ class TensorFile:
 
     def abandon(self) -> None:
         """Removes what was written."""
-        self._file.close()
+        with suppress(OSError):  # of what is still to be written, on a full disk
+            self._file.close()
         self._temporary.unlink(missing_ok=True)

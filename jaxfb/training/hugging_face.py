@@ -25,6 +25,7 @@ from jaxfb.pretrained.architectures import architecture_of, describe, sizes_of, 
 from jaxfb.pretrained.companions import CARRIED, carry, copy_companions
 from jaxfb.pretrained.export import export_arrays
 from jaxfb.pretrained.load import checked_leaves, load_part
+from jaxfb.pretrained.new_directory import NO_SPACE, check_new, new_directory
 from jaxfb.pretrained.peft import save_adapter
 from jaxfb.pretrained.repository import open_repository, read_json
 from jaxfb.pretrained.tensor_files import NAMES
@@ -36,7 +37,7 @@ from jaxfb.training.run_dir import RunDirectory
 
 log = logging.getLogger(__name__)
 DTYPES = ("float32", "bfloat16", "float16")
-_OF_THE_TARGET = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+_OF_THE_TARGET = NO_SPACE | {errno.EROFS, errno.EACCES, errno.EPERM}
 """What a disk refuses where the files are written; other errors are of the checkpoint that is read."""
 
 
@@ -49,18 +50,18 @@ def import_run(directory: str | Path, run_dir: str | Path) -> Path:
     Raises:
       ValueError: the directory cannot be read as a model, or the run directory holds something.
     """
-    repository, target = open_repository(directory), Path(run_dir)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise Refused(f"[hf] {target} must be a new or an empty directory; choose another --out")
+    repository = open_repository(directory)
+    check_new(run_dir, " --out")
     sizes = sizes_of(repository.config)
     checked_leaves(repository, sizes)
-    (target / "checkpoints").mkdir(parents=True)
-    kept = carry(repository.path, target)
-    for file in repository.files:
-        shutil.copyfile(file, kept / file.name)
-    if (kept / "tokenizer.json").is_file():
-        shutil.copyfile(kept / "tokenizer.json", target / "tokenizer.json")
-    save_yaml(config_from_dict(_config(target)), target / "config.yaml")
+    with new_directory(run_dir, " --out") as target:
+        (target / "checkpoints").mkdir()
+        kept = carry(repository.path, target)
+        for file in repository.files:
+            shutil.copyfile(file, kept / file.name)
+        if (kept / "tokenizer.json").is_file():
+            shutil.copyfile(kept / "tokenizer.json", target / "tokenizer.json")
+        save_yaml(config_from_dict(_config(target)), target / "config.yaml")
     return target
 
 
@@ -114,11 +115,9 @@ def _export_files(source: Path, target: Path, dtype: str | None) -> list[Path]:
             return (load_part(repository, leaves[path], part) for part in leaves[path].parts)
 
         return export_arrays(target, shapes, read, dtype, repository.config, source)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise Refused(f"[hf] {target} must be a new or an empty directory; choose another")
-    target.mkdir(parents=True, exist_ok=True)
-    copied = copy_companions(source, target, ("config.json",))
-    return copied + [Path(shutil.copyfile(file, target / file.name)) for file in repository.files]
+    with new_directory(target):
+        weights = [Path(shutil.copyfile(file, target / file.name)) for file in repository.files]
+        return copy_companions(source, target, ("config.json",)) + weights
 
 
 def _export_checkpoint(source: Path, config: Any, target: Path, dtype: str | None) -> list[Path]:

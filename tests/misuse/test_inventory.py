@@ -25,7 +25,7 @@ NOT_DATA = {
     """,
     "another directory, or the settings of the run that is saved in it": """
         checkpoint/store.py::CheckpointStore.save data/loader.py::Loader.restore
-        pretrained/export.py::export_arrays training/hugging_face.py::_export_files training/hugging_face.py::import_run
+        pretrained/new_directory.py::check_new
         rl/work.py::PostTraining.check_same_text training/changes.py::check_changes
         training/dump.py::read_dump training/loop.py::_check_stop training/own_rows.py::_Indexed.restore
         training/own_rows.py::_check_kind training/run_dir.py::RunDirectory.check

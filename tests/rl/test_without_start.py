@@ -1,4 +1,4 @@
-"""A saved run of post-training needs nothing of the run that it started from: it may be gone, or be another one by now."""
+"""A saved run of post-training needs nothing of the run that it started from, which may be gone or replaced."""
 
 import dataclasses
 import json
