@@ -7,7 +7,6 @@ The loop itself is `jaxfb/training/loop.py`, which every kind of training shares
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -256,7 +255,7 @@ def evaluate(
         if not metrics:
             raise Refused("[eval] no text was held out; give data.held_out_fraction or data.held_out_path")
         if as_json:
-            hosts.say(json.dumps({"update": update, "scores": {"held_out": metrics}}, indent=1))
+            hosts.say(as_json({"update": update, "scores": {"held_out": metrics}}, indent=1))
             return metrics
         losses = {"held_out": metrics["eval/loss"], **hosts.first(lambda: vars(held_out.baselines()))}
         bits = {name: held_out.bits_per_byte(loss) for name, loss in losses.items()}

@@ -250,6 +250,9 @@ def saved_run(path: str | Path, config: Any) -> Path:
 def _not_found(path: Path) -> str:
     """Returns the refusal of a missing file or run: the nearest one beside it, or the nearest starter config."""
     missing = f"no file {path}" if path.suffix else f"no file or run's directory {path}"
+    run = path.parent.parent.parent
+    if path.parent.parent.name == "checkpoints" and holds_a_run(run):
+        return f"[config] {path.parent} is a checkpoint of the run {run}; give {run}, whose newest checkpoint is read"
     names = sorted(p.name for p in _beside(path))
     if close := difflib.get_close_matches(path.name, names, n=1, cutoff=0.5):
         return f"[config] {missing}; did you mean {path.parent / close[0]}?"

@@ -24,6 +24,7 @@ from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import transformer
 from jaxfb.parallel.sharding import abstract, param_specs, shardings
 from jaxfb.parallel.tensor import transformer_param_specs
+from jaxfb.pretrained.companions import CARRIED, OF_A_TOKENIZER
 from jaxfb.pretrained.repository import holds_weights
 from jaxfb.refusal import Refused, choice
 from jaxfb.training.changes import check_model
@@ -216,5 +217,21 @@ def _tokenizer(directory: Path, config: Any) -> Tokenizer:
         if (place / "tokenizer.json").is_file():
             return load_tokenizer(place / "tokenizer.json")
     if getattr(getattr(config, "data", None), "tokenizer", None) == "bytes":
+        _refuse_other_tokenizer([*places, directory / CARRIED])
         return ByteTokenizer()
     raise Refused(f"[model] {directory} has no tokenizer.json, so its tokens cannot become text")
+
+
+def _refuse_other_tokenizer(places: Sequence[Path]) -> None:
+    """Refuses to read texts as bytes where files other than tokenizer.json show that the model has a tokenizer."""
+    found = [
+        place / name
+        for place in places
+        for name in OF_A_TOKENIZER
+        if (place / name).is_symlink() or (place / name).exists()
+    ]
+    if found:
+        raise Refused(
+            f"[model] there is {found[0]} but no tokenizer.json beside it, so texts cannot become the model's tokens; "
+            "download it, or write it with transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+        )

@@ -75,7 +75,7 @@ class Scorer:
         pairs: (ids of the context, ids of the continuation); an empty context is `first_token`.
 
         Raises:
-          ValueError: a continuation is empty or longer than `length`.
+          ValueError: a continuation is empty or longer than `length`, or a score is nan.
         """
         rows = [self._row(*pair) for pair in pairs]
         order = sorted(range(len(rows)), key=lambda k: -len(rows[k][0]))
@@ -84,6 +84,13 @@ class Scorer:
             part = order[first : first + self._plan.rows]
             for k, score in zip(part, self._scores([rows[k] for k in part]), strict=True):
                 found[k] = score
+        # of choices that are all nan the first would count as the best
+        if any(math.isnan(score.log_prob) for score in found):
+            dtype = self.model.config.precision.compute_dtype
+            raise Refused(
+                f"[eval] log-probabilities by {self.model.name} are nan, so its weights, or what is computed of them "
+                f"in {dtype}, are not finite"
+            )
         return found
 
     def score_text(self, ids: Ids) -> Score:
@@ -103,7 +110,10 @@ class Scorer:
         """Returns the ids to look at, and how many of the last of them are scored."""
         size = len(continuation)
         if not 1 <= size <= self.length:
-            raise Refused(f"[eval] a continuation of {size} tokens must have from 1 to length={self.length}")
+            longer = f"; use --length {size} or more (length={size})" * (size > self.length)
+            raise Refused(
+                f"[eval] a continuation of {size} tokens must have from 1 to length={self.length}{longer}"
+            )
         context = context if len(context) else [self.first_token]
         return np.concatenate([context, continuation])[-(self.length + 1) :].astype(np.int32), size
 

@@ -146,8 +146,10 @@ def holds_weights(directory: Path) -> bool:
 
 
 def download_hint(path: Path) -> str:
-    """Returns what to do where a path is a name of the Hugging Face hub; empty for any other."""
+    """Returns what to do where a path is a name of the Hugging Face hub or a model in its cache; else empty."""
     name = str(path)
+    if snapshots := sorted(map(str, path.glob("snapshots/*"))):
+        return f"; this is a model in the cache of the Hugging Face hub, whose files are in {' or '.join(snapshots)}"
     if path.parent.exists() or path.parts[0] in ("runs", "configs"):
         return ""
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name):

@@ -26,6 +26,7 @@ from jaxfb.checkpoint.step_directories import step_of
 from jaxfb.config import Config, ConfigError, config_to_dict, load_config, save_yaml
 from jaxfb.config.load import holds_a_run
 from jaxfb.config.smoke import is_kept
+from jaxfb.metrics.as_json import as_json
 from jaxfb.process.whole_file import write_whole
 from jaxfb.refusal import shown
 
@@ -324,5 +325,5 @@ def _exists(path: Path) -> bool:
 
 
 def write_json(path: Path, values: Any) -> None:
-    """Writes a file whole or not at all."""
-    write_whole(path, json.dumps(values, indent=2) + "\n")
+    """Writes a file whole or not at all; numbers that are not finite are null."""
+    write_whole(path, as_json(values, indent=2) + "\n")

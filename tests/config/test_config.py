@@ -220,6 +220,14 @@ def test_missing_file_names_the_nearest():
         load_config(CONFIGS / "quikstart.yaml")
 
 
+def test_a_checkpoint_in_place_of_its_run_is_refused_with_the_run(tmp_path):
+    (tmp_path / "checkpoints" / "4").mkdir(parents=True)
+    with pytest.raises(
+        ValueError, match=rf"is a checkpoint of the run {tmp_path}; give {tmp_path}, whose newest"
+    ):
+        load_config(tmp_path / "checkpoints" / "4")
+
+
 def test_hints_point_at_keys_that_exist():
     assert {*ALIASES.values(), *SYNONYMS.values()} <= set(all_keys(Config))
     assert set(POLICY_SYNONYMS.values()) <= set(all_keys(RLConfig))

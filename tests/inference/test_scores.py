@@ -15,11 +15,13 @@ from whole import logits
 
 from jaxfb.cli.commands import main
 from jaxfb.data.chat import make_chat
+from jaxfb.data.tokenizer import ByteTokenizer
 from jaxfb.inference.complete import Sampling, complete
 from jaxfb.inference.harness import HarnessModel
 from jaxfb.inference.model import open_model
-from jaxfb.inference.scores import Scorer, perplexity, windows
+from jaxfb.inference.scores import Score, Scorer, perplexity, windows
 from jaxfb.inference.tasks import Question, answer, encode_pair, normalized, read_task
+from jaxfb.pretrained.companions import OF_A_TOKENIZER
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 START = 256
@@ -258,3 +260,27 @@ def test_the_harness_gets_what_transformers_would_give(golden):
     assert model.generate_until(asked) == [one["text"] for one in case["generate"]]
     message = [{"role": "user", "content": "Who?"}]
     assert model.apply_chat_template(message) == "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_scores_that_are_nan_are_refused(scorer, monkeypatch):
+    """The first choice of each question counted as the best."""
+    monkeypatch.setattr(scorer, "_scores", lambda rows: [Score(math.nan, False, 1)] * len(rows))
+    with pytest.raises(ValueError, match="log-probabilities by .* are nan, .* in float32, are not finite"):
+        scorer.score([([65], [66]), ([65], [67])])
+
+
+def test_a_choice_beyond_the_length_is_refused_with_one_that_holds_it(scorer):
+    with pytest.raises(ValueError, match="33 tokens must have from 1 to length=32; use --length 33 or more"):
+        scorer.score([([65], [66] * 33)])
+
+
+def test_a_model_without_its_tokenizer_is_not_read_as_bytes(directory, tmp_path):
+    """Every number would be that of other tokens."""
+    shutil.copytree(directory, tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    (tmp_path / "model" / "tokenizer.model").touch()
+    with pytest.raises(ValueError, match="there is .* but no tokenizer.json beside it"):
+        open_model(tmp_path / "model")
+    for name in OF_A_TOKENIZER:
+        (tmp_path / "model" / name).unlink(missing_ok=True)
+    assert isinstance(open_model(tmp_path / "model").tokenizer, ByteTokenizer)

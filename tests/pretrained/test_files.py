@@ -1,6 +1,7 @@
 """Which files of a directory hold the weights, and in which dtype each tensor is written."""
 
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -11,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxfb.models.transformer import init_params
 from jaxfb.pretrained import export_model, load_params, open_repository, sizes_of
+from jaxfb.pretrained.companions import copy_companions
 from jaxfb.pretrained.repository import INDEX, SINGLE
 from jaxfb.refusal import Refused
 from jaxfb.training import hugging_face
@@ -140,3 +142,15 @@ def test_a_dtype_of_config_json_that_cannot_be_written_is_refused(dtype, monkeyp
     monkeypatch.setattr(hugging_face, "_described", lambda *_: (None, {"dtype": dtype}))
     with pytest.raises(Refused, match="config.json: dtype must be one of 'float64', 'float32'"):
         hugging_face._export_checkpoint(tmp_path, None, tmp_path / "out", None)
+
+
+def test_a_model_in_the_cache_of_the_hub_is_its_snapshot(tmp_path):
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "0a1b"
+    shutil.copytree(GOLDEN / "hf_llama_tiny", snapshot)
+    with pytest.raises(
+        ValueError, match=rf"in the cache of the Hugging Face hub, whose files are in {snapshot}"
+    ):
+        open_repository(tmp_path / "models--a--b")
+    (snapshot / "chat_template.jinja").symlink_to("../../blobs/none")
+    with pytest.raises(ValueError, match="chat_template.jinja is a symbolic link to nothing"):
+        copy_companions(snapshot, tmp_path)
