@@ -33,6 +33,12 @@ def already_finished(directory: RunDirectory, config: Any, updates: int) -> str:
 
 def where_from(run: Run, resume: bool) -> str:
     """Returns from which update a run starts; resume: whether it was asked to continue."""
+    if run.done > run.total:
+        key = length_key(run.config)
+        return (
+            f"{run.directory.path} was saved after update {run.done}, beyond the {run.total} that {key} gives: it ends "
+            f"there; to train it further, resume it with a larger {key}"
+        )
     if run.resumed:
         return f"resuming {run.directory.path} after update {run.done} of {run.total}"
     if resume:

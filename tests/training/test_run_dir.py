@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
@@ -24,6 +25,7 @@ from jaxfb.config import ConfigError, load_config
 from jaxfb.metrics import read_jsonl
 from jaxfb.planner import host_fit
 from jaxfb.process.launcher import Connection
+from jaxfb.training.continuing import where_from
 from jaxfb.training.ending import where_it_lies
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.run_lock import OpenDirectory, RunLock
@@ -464,3 +466,16 @@ def test_the_last_line_counts_the_updates_of_its_time(tmp_path, done, before, wo
     summary = {"updates": done, "updates_before": before, "seconds": 3.0}
     first, *_ = where_it_lies(RunDirectory(tmp_path), summary)
     assert first == f"{words}; everything is in {tmp_path}:"
+
+
+def test_a_run_that_was_saved_beyond_its_end_is_described(tmp_path):
+    """It resumed "after update 4 of 2"."""
+    lengths = dict.fromkeys(("updates", "samples", "tokens", "epochs"))
+    config = SimpleNamespace(
+        run=SimpleNamespace(**{**lengths, "updates": 2}), batch=SimpleNamespace(**lengths)
+    )
+    run = SimpleNamespace(directory=RunDirectory(tmp_path), done=4, total=2, resumed=True, config=config)
+    said = where_from(run, resume=True)
+    assert said.startswith(
+        f"{tmp_path} was saved after update 4, beyond the 2 that run.updates gives: it ends there"
+    )
