@@ -1758,7 +1758,7 @@ MUTATIONS = (
     Mutation(
         "run_at_the_place_of_the_first_one_read",
         "training/run_dir.py",
-        'return is_whole and saved.get("start") == config_to_dict(config)["start"]',
+        "return is_whole and _start_of(self.saved_config() or {}) == _start_of(config_to_dict(config))",
         "return False",
         "rl/test_without_start.py::test_a_run_that_took_the_place_of_the_first_one_is_not_read",
     ),

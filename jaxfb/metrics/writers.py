@@ -22,6 +22,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol
 
+from jaxfb.metrics.as_json import as_json
 from jaxfb.parts import WRITERS
 from jaxfb.process.whole_file import write_whole
 from jaxfb.refusal import Refused, shown
@@ -314,7 +315,7 @@ def _checked(name: str, writer: Any) -> Writer:
 
 
 def _line(record: Mapping[str, Any]) -> str:
-    return json.dumps(record, allow_nan=False) + "\n"
+    return as_json(record) + "\n"
 
 
 def _plain(value: Any) -> Any:

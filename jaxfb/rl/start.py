@@ -357,9 +357,10 @@ def _tokenizer_directory(config: PostTrainingConfig) -> Path | None:
 
 def _chat(config: PostTrainingConfig, tokenizer: Tokenizer, kept: Path | None) -> Chat:
     """Makes the chat by the template that the config names, else that of the starting run or the tokenizer's files."""
+    if kept is not None and (chat := saved_chat(kept, tokenizer)):
+        return chat
     section = next(found for name in KINDS if (found := getattr(config, name, None)) is not None)
-    sources = [kept] if kept is not None else [_source(config), _tokenizer_directory(config)]
-    places = [place for place in sources if place is not None]
+    places = [place for place in (_source(config), _tokenizer_directory(config)) if place is not None]
     known = next((chat for place in places if (chat := saved_chat(place, tokenizer))), None)
     asked, stops = section.template, config.start.stop_tokens
     if asked is None and known is not None:

@@ -17,6 +17,7 @@ import json
 import os
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +26,7 @@ from typing import Any
 from jaxfb.checkpoint.step_directories import step_of
 from jaxfb.config import Config, ConfigError, config_to_dict, load_config, save_yaml
 from jaxfb.config.load import holds_a_run
+from jaxfb.config.post_training import KINDS
 from jaxfb.config.smoke import is_kept
 from jaxfb.metrics.as_json import as_json
 from jaxfb.process.whole_file import write_whole
@@ -103,14 +105,13 @@ class RunDirectory:
             return None
 
     def began_as(self, config: Any) -> bool:
-        """Returns whether the run that is saved here began with what a config of post-training starts from: then its
-        tokenizer, its chat and start.yaml are here, and what lies at `start.run` now may be another run.
+        """Returns whether the run that is saved here began as a config of post-training says, with its start and its
+        template: then tokenizer, chat and start.yaml are here, and what lies at `start.run` now may be another run.
         """
         if self.newest_update() is None or not self.tokenizer.is_file():
             return False
-        saved = self.saved_config() or {}
         is_whole = config.start.run is None or self.first_config.is_file()
-        return is_whole and saved.get("start") == config_to_dict(config)["start"]
+        return is_whole and _start_of(self.saved_config() or {}) == _start_of(config_to_dict(config))
 
     def saved_config(self) -> dict[str, Any] | None:
         """Returns the config of the run that lies here, but for the directory, or None if it cannot be read."""
@@ -322,6 +323,11 @@ def _exists(path: Path) -> bool:
             raise NotADirectoryError(0, "a symbolic link to nothing") from None
         return False
     return True
+
+
+def _start_of(values: Mapping[str, Any]) -> list[Any]:
+    """Returns what decides sizes, tokenizer and chat in the config of a run of post-training."""
+    return [values.get("start"), *(values[name].get("template") for name in KINDS if values.get(name))]
 
 
 def write_json(path: Path, values: Any) -> None:

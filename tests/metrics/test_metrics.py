@@ -182,3 +182,9 @@ def test_json_has_null_for_what_is_not_finite():
     values = {"a": [1.5, math.nan, (math.inf,)], "b": {"c": -math.inf, "d": "text", "e": 1, "f": True}}
     found = {"a": [1.5, None, [None]], "b": {"c": None, "d": "text", "e": 1, "f": True}}
     assert json.loads(as_json(values), parse_constant=pytest.fail) == found
+
+
+def test_records_with_nan_of_another_program_do_not_keep_a_run_from_resuming(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": NaN}\n')
+    make_writers((), tmp_path, {}, resume=1).close()
+    assert read_jsonl(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": None}]

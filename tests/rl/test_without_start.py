@@ -87,6 +87,17 @@ def test_a_config_that_starts_from_another_run_reads_that_one(runs, tmp_path):
     assert make_base(changed).sizes.rope_theta == 100.0 and make_base(changed).chat.template == "chatml"
 
 
+def test_a_template_that_the_run_was_begun_with_may_be_gone(runs, tmp_path):
+    """Its text is kept; a config that names another one is read as it is."""
+    first, last = runs
+    chosen = dataclasses.replace(last.preferences, template=str(tmp_path / "gone.jinja"))
+    with pytest.raises(ValueError, match="there is no chat template .*gone.jinja"):
+        _ = make_base(dataclasses.replace(last, preferences=chosen)).chat
+    save_yaml(dataclasses.replace(last, preferences=chosen), RunDirectory.of(last).path / "config.yaml")
+    assert make_base(dataclasses.replace(last, preferences=chosen)).chat.template == "plain"
+    assert make_base(last).chat.template == "plain"  # of the first run again
+
+
 def test_a_run_keeps_the_files_that_an_imported_model_came_with(runs):
     """They say how the exported model is prompted and where it stops."""
     first, last = runs
