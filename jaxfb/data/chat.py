@@ -342,10 +342,24 @@ def _id_of(tokenizer: Tokenizer, asked: str | int) -> int:
     return int(asked)
 
 
+def read_template(file: Path) -> str:
+    """Returns the source of a Jinja template.
+
+    Raises:
+      ValueError: the file is not UTF-8.
+    """
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise Refused(
+            f"[start] the chat template {file} is not UTF-8: {error.reason} at offset {error.start}"
+        ) from None
+
+
 def _template_of(path: Path, config: Mapping[str, Any]) -> str | None:
     file = path / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        return read_template(file)
     given = config.get("chat_template")
     if isinstance(given, list):  # several by name
         named = {one.get("name"): one.get("template") for one in given if isinstance(one, dict)}

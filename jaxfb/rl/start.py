@@ -26,7 +26,7 @@ from jaxfb.config.post_training import (
     SFTConfig,
 )
 from jaxfb.data import Tokenizer, load_tokenizer
-from jaxfb.data.chat import BUILT_IN, Chat, make_chat, saved_chat
+from jaxfb.data.chat import BUILT_IN, Chat, make_chat, read_template, saved_chat
 from jaxfb.data.tokenizer import ByteTokenizer, absent_ids, sampled, warn_of_unknown
 from jaxfb.forward_backward import ForwardBackward, get_forward_backward_func
 from jaxfb.losses.logits import IdRanges
@@ -376,4 +376,4 @@ def _chat(config: PostTrainingConfig, tokenizer: Tokenizer, kept: Path | None) -
 def _read_template(path: Path) -> str:
     if not path.is_file():
         raise Refused(f"[start] there is no chat template {path}; use one of {', '.join(BUILT_IN)}")
-    return path.read_text(encoding="utf-8")
+    return read_template(path)

@@ -262,3 +262,9 @@ def test_the_middle_of_a_text_gets_no_space_before_it(tmp_path):
     (ids,), (counts,) = make_chat(tokenizer, template).encode([[user("b"), assistant("a")]])
     assert ids.tolist() == [vocab[name] for name in ("<s>", "a", "b", "\u2581a", "</s>")]
     assert ids[counts].tolist() == [vocab["\u2581a"], vocab["</s>"]]
+
+
+def test_a_template_that_is_not_utf_8_is_refused(tmp_path):
+    (tmp_path / "chat_template.jinja").write_bytes("café".encode("latin-1"))
+    with pytest.raises(ValueError, match="chat_template.jinja is not UTF-8: .* at offset 3"):
+        read_chat(tmp_path, ByteTokenizer())
