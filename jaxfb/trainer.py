@@ -26,6 +26,7 @@ from jaxfb.data import load_tokenizer, prepare
 from jaxfb.inference.complete import Sampling, complete, is_answered, sampling_of
 from jaxfb.inference.model import open_model
 from jaxfb.inference.prompts import check_prompt
+from jaxfb.metrics.strict_json import strict_json
 from jaxfb.refusal import Refused, boolean, function_of, instance, integer, number, refuse
 from jaxfb.training import loop, report
 from jaxfb.training.agreement import what_is_made, what_runs
@@ -255,7 +256,7 @@ def evaluate(
         if not metrics:
             raise Refused("[eval] no text was held out; give data.held_out_fraction or data.held_out_path")
         if as_json:
-            hosts.say(as_json({"update": update, "scores": {"held_out": metrics}}, indent=1))
+            hosts.say(strict_json({"update": update, "scores": {"held_out": metrics}}, indent=1))
             return metrics
         losses = {"held_out": metrics["eval/loss"], **hosts.first(lambda: vars(held_out.baselines()))}
         bits = {name: held_out.bits_per_byte(loss) for name, loss in losses.items()}

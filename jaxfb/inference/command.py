@@ -14,7 +14,7 @@ from jaxfb.inference.chat import chat as converse
 from jaxfb.inference.chat import with_line_editing
 from jaxfb.inference.model import files_of, open_model
 from jaxfb.inference.scores import Scorer, perplexity
-from jaxfb.metrics.as_json import as_json
+from jaxfb.metrics.strict_json import strict_json
 from jaxfb.training.compile_cache import use_compile_cache
 from jaxfb.training.hosts import Hosts
 
@@ -83,7 +83,7 @@ def evaluate(options: Namespace) -> None:
         if not hosts.is_first:
             return
     if options.json:
-        print(as_json({"update": model.update, "scores": found}, indent=1))
+        print(strict_json({"update": model.update, "scores": found}, indent=1))
         return
     print(model.title)
     for name, numbers in found.items():

@@ -125,7 +125,12 @@ def _several(name: str, values: Any) -> list:
 def _drawn(model: Model, prompts: list, how: Sampling, ends: tuple[int, ...], first: int) -> np.ndarray:
     """Returns the tokens that continue the ids of prompts, in every process; first: the number of the first of them."""
     key = jax.random.key(how.seed) if not first else jax.random.fold_in(jax.random.key(how.seed), first)
-    tokens = generate(**_request(model, prompts, how, ends, key)).tokens
+    tokens, log_probs = generate(**_request(model, prompts, how, ends, key))
+    if log_probs.is_fully_addressable and np.isnan(jax.device_get(log_probs)).any():
+        raise Refused(
+            f"[generate] probabilities of tokens by {model.name} are nan, so its weights, or what is computed of them, "
+            "are not finite; of 16-bit dtypes, bfloat16 overflows less than float16"
+        )
     if not tokens.is_fully_addressable and model.mesh is not None:
         whole = NamedSharding(model.mesh, PartitionSpec())
         tokens = jax.jit(lambda same: same, out_shardings=whole)(tokens)

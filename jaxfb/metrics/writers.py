@@ -22,7 +22,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol
 
-from jaxfb.metrics.as_json import as_json
+from jaxfb.metrics.strict_json import strict_json
 from jaxfb.parts import WRITERS
 from jaxfb.process.whole_file import write_whole
 from jaxfb.refusal import Refused, shown
@@ -315,7 +315,7 @@ def _checked(name: str, writer: Any) -> Writer:
 
 
 def _line(record: Mapping[str, Any]) -> str:
-    return as_json(record) + "\n"
+    return strict_json(record) + "\n"
 
 
 def _plain(value: Any) -> Any:

@@ -18,6 +18,7 @@ from jaxfb.platforms.compat import is_traced
 from jaxfb.refusal import INT64, Refused, integer, is_several, number, refuse, shown
 
 WHO = "[generate]"
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-30, 1e30
 
 
 def checked_prompt(config: TransformerConfig, prompt_tokens: Any) -> jax.Array:
@@ -55,6 +56,13 @@ def checked_temperatures(temperature: Any, log_prob_temperature: Any, key: Any) 
     """Returns both temperatures; to draw takes a key."""
     number("temperature", temperature, who=WHO, least=0)
     number("log_prob_temperature", log_prob_temperature, who=WHO, above=0)
+    for name, value in {"temperature": temperature, "log_prob_temperature": log_prob_temperature}.items():
+        if value and not LEAST_TEMPERATURE <= value <= MOST_TEMPERATURE:
+            zero = "0, which takes the likeliest token, or " * (name == "temperature")
+            raise Refused(
+                f"{WHO} {name} must be {zero}from {LEAST_TEMPERATURE:g} to {MOST_TEMPERATURE:g}, since logits divided "
+                f"by another are not finite in 32 bits, got {value:g}"
+            )
     if temperature > 0 and key is None:
         raise Refused(
             f"{WHO} {temperature=} needs a key to draw from, such as jax.random.key(0); or take the likeliest tokens: "

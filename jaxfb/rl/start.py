@@ -271,7 +271,7 @@ def check_packing(config: PostTrainingConfig, sizes: TransformerConfig, plan: Ba
 
 def kept_by_run(config: PostTrainingConfig) -> Path | None:
     """Returns the directory of the config's run where what it began with is kept there, so that it can continue."""
-    directory = RunDirectory.of(config)
+    directory = RunDirectory(Path(config.run.dir))
     return directory.path if directory.began_as(config) else None
 
 

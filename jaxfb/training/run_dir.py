@@ -28,7 +28,7 @@ from jaxfb.config import Config, ConfigError, config_to_dict, load_config, save_
 from jaxfb.config.load import holds_a_run
 from jaxfb.config.post_training import KINDS
 from jaxfb.config.smoke import is_kept
-from jaxfb.metrics.as_json import as_json
+from jaxfb.metrics.strict_json import strict_json
 from jaxfb.process.whole_file import write_whole
 from jaxfb.refusal import shown
 
@@ -332,4 +332,4 @@ def _start_of(values: Mapping[str, Any]) -> list[Any]:
 
 def write_json(path: Path, values: Any) -> None:
     """Writes a file whole or not at all; numbers that are not finite are null."""
-    write_whole(path, as_json(values, indent=2) + "\n")
+    write_whole(path, strict_json(values, indent=2) + "\n")

@@ -314,3 +314,17 @@ def test_a_text_goes_on_after_what_the_tokenizer_puts_before_it(directory, model
     np.testing.assert_array_equal(
         ids_of(started, "ab", raw=False), ids_of(model, "ab", raw=False)
     )  # by the template
+
+
+def test_a_model_whose_probabilities_are_nan_continues_nothing(model):
+    """Its tokens would all be the first of the vocabulary."""
+    broken = dataclasses.replace(model, params=jax.tree.map(lambda leaf: leaf * np.nan, model.params))
+    with pytest.raises(ValueError, match="probabilities of tokens by .* are nan"):
+        complete(broken, ["Who?"], Sampling(tokens=4), batch=4)
+
+
+@pytest.mark.parametrize("temperature", [1e-40, 1e39])
+def test_temperatures_that_make_logits_infinite_are_refused(model, temperature):
+    """Drawn were then tokens that are not the likeliest, or none."""
+    with pytest.raises(ValueError, match="temperature must be 0, which .*, or from 1e-30 to 1e"):
+        complete(model, ["Who?"], Sampling(tokens=4, temperature=temperature), batch=4)

@@ -13,7 +13,7 @@ import pytest
 from jaxfb.callbacks import HOOKS, Callback, callback, combine
 from jaxfb.display import Progress, print_table, summary
 from jaxfb.metrics import Pending, Throughput, arrays, make_writers, plot_losses, read_jsonl, scalars
-from jaxfb.metrics.as_json import as_json
+from jaxfb.metrics.strict_json import strict_json
 from jaxfb.types import Last, Max, Sum
 
 
@@ -181,7 +181,7 @@ def test_callbacks_run_in_order_on_every_hook():
 def test_json_has_null_for_what_is_not_finite():
     values = {"a": [1.5, math.nan, (math.inf,)], "b": {"c": -math.inf, "d": "text", "e": 1, "f": True}}
     found = {"a": [1.5, None, [None]], "b": {"c": None, "d": "text", "e": 1, "f": True}}
-    assert json.loads(as_json(values), parse_constant=pytest.fail) == found
+    assert json.loads(strict_json(values), parse_constant=pytest.fail) == found
 
 
 def test_records_with_nan_of_another_program_do_not_keep_a_run_from_resuming(tmp_path):

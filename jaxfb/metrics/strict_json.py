@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def as_json(values: Any, indent: int | None = None) -> str:
+def strict_json(values: Any, indent: int | None = None) -> str:
     """Returns plain values as JSON; numbers that are not finite are null."""
     return json.dumps(_finite(values), indent=indent, allow_nan=False)
 
