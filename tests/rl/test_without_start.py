@@ -99,7 +99,7 @@ def test_a_template_that_the_run_was_begun_with_may_be_gone(runs, tmp_path):
 
 
 def test_a_run_keeps_the_files_that_an_imported_model_came_with(runs):
-    """They say how the exported model is prompted and where it stops."""
+    """How the exported model is prompted and where it stops is written there."""
     first, last = runs
     files = RunDirectory.of(first).path / CARRIED
     files.mkdir()
