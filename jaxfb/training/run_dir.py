@@ -105,8 +105,8 @@ class RunDirectory:
             return None
 
     def began_as(self, config: Any) -> bool:
-        """Returns whether the run that is saved here began with the start and the template of a post-training config: then
-        tokenizer, chat and start.yaml are here, and what lies at `start.run` now may be another run.
+        """Returns whether the run that is saved here began with the start and the template of a post-training config:
+        then tokenizer, chat and start.yaml are here, and what lies at `start.run` now may be another run.
         """
         if self.newest_update() is None or not self.tokenizer.is_file():
             return False
