@@ -225,6 +225,14 @@ def hidden_width(config: Config, sizes: TransformerConfig) -> float:
     return sizes.hidden_size / (config.mesh.tensor if sizes.sequence_parallel else 1)
 
 
+def kept_hidden_width(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
+    """Returns the numbers of a token's hidden state that a device keeps for the backward: in the slots of a pipeline
+    XLA for TPUs cuts it over `tensor`.
+    """
+    cut = config.mesh.pipe > 1 and topology.platform == "tpu"
+    return sizes.hidden_size / config.mesh.tensor if cut else hidden_width(config, sizes)
+
+
 def schedule_name(config: Config) -> str:
     return config.schedule or default_name(config.chunks, config.parallel.pieces)
 
@@ -258,20 +266,46 @@ def inner_width(sizes: TransformerConfig) -> float:
     return dense_width(sizes) + of_experts / sizes.num_layers
 
 
-def kept_width(config: Config, sizes: TransformerConfig) -> float:
+def kept_width(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
     """Returns how many numbers of a token a layer keeps of its products for the backward, in the mean.
 
     Beside its input: what attention is made from, its answer before and after the last product, and both halves of an
     MLP's middle, of experts with the space that there is for rows. An MLP's answer is not needed again.
     """
-    width = 2 * (sizes.num_heads + sizes.num_kv_heads) * sizes.head_size
+    width = _attention_width(sizes) + 2 * _middle_width(config, sizes)
+    return width / config.mesh.tensor + kept_hidden_width(config, sizes, topology)
+
+
+def saved_width(config: Config, sizes: TransformerConfig, topology: Topology, remat: str) -> float:
+    """Returns how many numbers of a token wait, in a layer, for a pass that takes the weights' gradients alone.
+
+    The gradients of what the layer's products give, and what they multiply: of attention and of an MLP the normed
+    input and the answer in front of the last product. With every residual kept, the gradients alone.
+    """
+    width, middle = _attention_width(sizes), _middle_width(config, sizes)
+    hidden = kept_hidden_width(config, sizes, topology)
+    if remat == "none":
+        values = sizes.num_heads * (sizes.latent.value_size if sizes.latent else sizes.head_size)
+        return (width - values + 2 * middle) / config.mesh.tensor + 2 * hidden
+    return (width + 3 * middle) / config.mesh.tensor + 4 * hidden
+
+
+def _attention_width(sizes: TransformerConfig) -> int:
+    """Returns how many numbers of a token attention is made from, and its answer before the last product."""
     if sizes.latent:
-        width = _latent_width(sizes) + sizes.num_heads * sizes.latent.value_size
+        return _latent_width(sizes) + sizes.num_heads * sizes.latent.value_size
+    return 2 * (sizes.num_heads + sizes.num_kv_heads) * sizes.head_size
+
+
+def _middle_width(config: Config, sizes: TransformerConfig) -> float:
+    """Returns how many numbers of a token are in the middle of an MLP, or of experts with the space for their rows, in
+    the mean.
+    """
     middle = sum(
         number * (one.shared_expert_size + _experts_width(config, one) if one.num_experts else one.mlp_size)
         for one, number in stack_of(sizes).counted()
     )
-    return (width + 2 * middle / sizes.num_layers) / config.mesh.tensor + hidden_width(config, sizes)
+    return middle / sizes.num_layers
 
 
 def _experts_width(config: Config, sizes: TransformerConfig) -> float:

@@ -13,11 +13,13 @@ from jaxfb.planner.counts import (
     computed_bytes,
     context_method,
     copied_numbers,
+    dense_width,
     gathers_layers,
     has_backward,
     held_experts,
     held_numbers,
     hidden_width,
+    kept_hidden_width,
     kept_width,
     layers_by_remat,
     layers_here,
@@ -28,10 +30,12 @@ from jaxfb.planner.counts import (
     reduces_beside,
     row_space,
     runs_flash,
+    saved_width,
     schedule_kind,
     scores_at_once,
     share_ahead,
     share_gathered,
+    short_schedule,
     state_bytes,
     stored,
     stored_bytes,
@@ -197,19 +201,33 @@ def _kept_of(
 ) -> float:
     """Counts what so many layers keep that are recomputed in one way."""
     inputs = _inputs_of(config, remat, layers)
-    if config.mesh.pipe > 1 and schedule_kind(config).splits_backward and remat != "none":
-        remat = "selective"  # products wait for the pass that takes the weights' gradients
-    products = kept_width(config, sizes)
+    of_number = computed_bytes(config) * tokens_of_microbatch(config)
+    saved = _waiting_for_weights(config) * layers * saved_width(config, sizes, topology, remat)
+    hidden = kept_hidden_width(config, sizes, topology)
     if remat == "offload":  # they wait in the host's memory
-        return computed_bytes(config) * tokens_of_microbatch(config) * 2 * hidden_width(config, sizes)
+        return of_number * (2 * hidden + saved)
     everything = _residual_width(config, sizes, topology)
-    kept = {"selective": products, "none": everything}.get(remat, 0.0)
-    numbers = in_flight * (inputs * hidden_width(config, sizes) + layers * kept)
-    return computed_bytes(config) * tokens_of_microbatch(config) * numbers
+    kept = {"selective": kept_width(config, sizes, topology), "none": everything}.get(remat, 0.0)
+    return of_number * (in_flight * (inputs * hidden + layers * kept) + saved)
+
+
+def _waiting_for_weights(config: Config) -> float:
+    """Returns microbatches of which the gradients of products wait for a pass that takes the weights' gradients."""
+    if config.mesh.pipe == 1 or not schedule_kind(config).splits_backward:
+        return 0.0
+    return short_schedule(config).program.allocated("cotangent") / config.chunks
 
 
 def _residual_width(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
-    """Returns how many numbers of a token a layer keeps that computes nothing again."""
+    """Returns how many numbers of a token a layer keeps that computes nothing again.
+
+    In the slots of a pipeline those that a backward is traced to read: of a dense layer queries, keys, values and
+    attention's answer, four arrays of an MLP's middle, and hidden states, four of them in float32.
+    """
+    if config.mesh.pipe > 1 and not sizes.num_experts:
+        middle = 2 * dense_width(sizes) / config.mesh.tensor
+        hidden = (1 + 4 * 4 / computed_bytes(config)) * kept_hidden_width(config, sizes, topology)
+        return kept_width(config, sizes, topology) + middle + hidden + _scores(config, sizes, topology)
     products = 2 * product_width(sizes) / config.mesh.tensor
     return products + 8 * hidden_width(config, sizes) + _scores(config, sizes, topology)
 
@@ -276,8 +294,9 @@ def _gathered_keys_bytes(config: Config, sizes: TransformerConfig, topology: Top
 
 
 def _logit_bytes(config: Config, sizes: TransformerConfig) -> float:
-    """Counts a block of the head's logits and their softmax."""
-    return 8 * min(tokens_of_piece(config), sizes.loss_chunk) * sizes.vocab_size / config.mesh.tensor
+    """Counts a block of the head's logits and their softmax, of the share of the vocabulary that a device has."""
+    vocabulary = sizes.vocab_size / (config.mesh.pipe * config.mesh.tensor)
+    return 8 * min(tokens_of_piece(config), sizes.loss_chunk) * vocabulary
 
 
 def relaid_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> float:

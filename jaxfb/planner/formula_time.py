@@ -34,6 +34,7 @@ from jaxfb.planner.counts import (
     reduced_bytes,
     reduces_beside,
     runs_flash,
+    schedule_kind,
     scores_at_once,
     share_ahead,
     share_gathered,
@@ -191,6 +192,7 @@ def work_seconds(config: Config, sizes: TransformerConfig, topology: Topology) -
         _accumulated_bytes(config, sizes, topology)
         + _expert_bytes(config, sizes)
         + _copied_bytes(config, sizes)
+        + _copied_head_bytes(config, sizes)
     )
     return step_flops(config, sizes, topology) / chip.flops + (tokens * read + beside) / chip.bandwidth
 
@@ -242,6 +244,18 @@ def _copied_bytes(config: Config, sizes: TransformerConfig) -> float:
     return computed_bytes(config) * 4 * kept * num_microbatches(config)
 
 
+def _copied_head_bytes(config: Config, sizes: TransformerConfig) -> float:
+    """Counts the copies of the sum of the head's gradients under a schedule by device, where each tick has a branch
+    that may add to it: one of the branch and one of the loop.
+    """
+    if config.mesh.pipe == 1 or not schedule_kind(config).by_device:
+        return 0.0
+    # F, B and W of each chunk are ticks
+    ticks = 3 * config.chunks * num_microbatches(config) * turns_of_layers(config)
+    head = sizes.hidden_size * sizes.vocab_size / (config.mesh.pipe * config.mesh.tensor)
+    return 2 * 2 * summed_bytes(config) * head * ticks
+
+
 def _expert_bytes(config: Config, sizes: TransformerConfig) -> float:
     """Counts what layers with experts read and write beside products, which no product hides.
 
@@ -289,16 +303,16 @@ def wire_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> float:
     gathered += times * reduced_bytes(config) * trained
     gathered -= times * spared_bytes(config, sizes, chip.kind)
     experts = held_experts(config, sizes) / held
-    seconds = gathered * experts * _turn(config, chip, "fsdp", "context")
-    seconds += gathered * (1 - experts) * _turn(config, chip, "fsdp", "expert", "context")
+    seconds = gathered * experts * ring_seconds(config, chip, "fsdp", "context")
+    seconds += gathered * (1 - experts) * ring_seconds(config, chip, "fsdp", "expert", "context")
     ways = 1 if config.optimizer.sharding == "gradients" else 2  # `scatter_seconds` counts the other
     sums = ways * summed_bytes(config) * sum(stored(trained_numbers, config, sizes))
-    seconds += sums * _turn(config, chip, "data")
+    seconds += sums * ring_seconds(config, chip, "data")
     seconds += tensor_seconds(config, sizes, chip)
     if mesh.pipe > 1:
         # a stage's result there and its gradient back; around the head, sums of five hidden states, cut over `tensor`
         seconds += 2 * hidden * of_layers * config.chunks / _rate(config, chip, "pipe", neighbours=True)
-        seconds += 10 / mesh.tensor * hidden * _turn(config, chip, "pipe")
+        seconds += 10 / mesh.tensor * hidden * ring_seconds(config, chip, "pipe")
     return seconds
 
 
@@ -310,7 +324,7 @@ def scatter_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> flo
         return 0.0
     layers, outer = stored(trained_numbers, config, sizes)
     sent = computed_bytes(config) * layers + summed_bytes(config) * outer
-    return sent * num_microbatches(config) * _turn(config, chip, "data")
+    return sent * num_microbatches(config) * ring_seconds(config, chip, "data")
 
 
 def exposed_scatters(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
@@ -325,7 +339,7 @@ def tensor_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> floa
     hidden = computed_bytes(config) * tokens * sizes.hidden_size
     of_layers = turns_of_layers(config)
     sums = 8 if has_backward(config, sizes) else 4
-    return sums * hidden * of_layers * layers_here(config, sizes) * _turn(config, chip, "tensor")
+    return sums * hidden * of_layers * layers_here(config, sizes) * ring_seconds(config, chip, "tensor")
 
 
 def exposed_exchange(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
@@ -349,7 +363,7 @@ def exchange_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> fl
         * _exchange_ways(config, sizes)
         * _expert_runs(config, sizes)
     )
-    return sent * _turn(config, chip, "expert")
+    return sent * ring_seconds(config, chip, "expert")
 
 
 def kept_scatter_seconds(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
@@ -358,7 +372,7 @@ def kept_scatter_seconds(config: Config, sizes: TransformerConfig, topology: Top
         return 0.0
     kept = trained_numbers(config, sizes)[0] * share_gathered(config, sizes)
     sent = reduced_bytes(config) * kept * num_microbatches(config)
-    return _SCATTERS_OF_KEPT * sent * _turn(config, topology.chip, "fsdp", "expert", "context")
+    return _SCATTERS_OF_KEPT * sent * ring_seconds(config, topology.chip, "fsdp", "expert", "context")
 
 
 def offload_seconds(config: Config, sizes: TransformerConfig, topology: Topology, work: float) -> float:
@@ -408,7 +422,7 @@ def _exposed_ahead(config: Config, sizes: TransformerConfig, topology: Topology)
     return _EXPOSED_A_LAYER_AHEAD if share == 1 or mesh.context > 1 else _EXPOSED_HALF_AHEAD
 
 
-def _turn(config: Config, chip: Chip, *axes: str) -> float:
+def ring_seconds(config: Config, chip: Chip, *axes: str) -> float:
     """Returns the seconds that a byte of an array takes around a ring of all devices of those axes."""
     size = math.prod(getattr(config.mesh, axis) for axis in axes)
     return (size - 1) / size / _rate(config, chip, *axes)
