@@ -592,6 +592,20 @@ MUTATIONS = (
         "parallel/test_sharding.py::test_fsdp_cuts_rows_before_columns",
     ),
     Mutation(
+        "nothing_waits_for_the_gradients_of_weights",
+        "planner/formula_memory.py",
+        'program.allocated("cotangent") / config.chunks',
+        'program.allocated("cotangent") * 0.0',
+        "planner/test_formula_split_backward.py::test_what_a_pipeline_keeps_is_what_its_slots_take",
+    ),
+    Mutation(
+        "squares_of_muon_cut_everywhere",
+        "planner/formula_update.py",
+        "(shards if one.rows <= one.columns else 1)",
+        "shards",
+        "planner/test_formula_update.py::test_the_products_of_muon_by_hand",
+    ),
+    Mutation(
         "tensor_shares_the_links_of_fsdp",
         "planner/formula_time.py",
         "max(along_tensor, wire - along_tensor)",

@@ -36,6 +36,7 @@ from jaxfb.planner.formula_time import (
     wire_seconds,
     work_seconds,
 )
+from jaxfb.planner.formula_update import muon_flops, muon_seconds
 from jaxfb.planner.topology import Topology
 
 
@@ -109,6 +110,7 @@ def estimate(config: Config, sizes: TransformerConfig, topology: Topology) -> Es
     exchange = exchange_seconds(config, sizes, topology.chip) if topology.chip else 0.0
     scatters = scatter_seconds(config, sizes, topology.chip) if topology.chip else 0.0
     work = work_seconds(config, sizes, topology) if topology.chip else 0.0
+    updating, sent = muon_seconds(config, sizes, topology.chip) if topology.chip else (0.0, 0.0)
     return Estimate(
         parameters=stored_bytes(config) * trained + frozen_bytes(config) * (held - trained),
         optimizer=state,
@@ -116,13 +118,14 @@ def estimate(config: Config, sizes: TransformerConfig, topology: Topology) -> Es
         gradients=gradients,
         activations=activations,
         working=streamed_bytes(config, sizes) + max(in_loop, in_update),
-        flops=step_flops(config, sizes, topology),
-        work_seconds=work,
-        wire_seconds=wire + exchange + scatters,
+        flops=step_flops(config, sizes, topology) + muon_flops(config, sizes),
+        work_seconds=work + updating,
+        wire_seconds=wire + exchange + scatters + sent,
         exposed_seconds=exposed_seconds(config, sizes, topology, wire, work)
         + loop_seconds(config, sizes, topology)
         + kept_scatter_seconds(config, sizes, topology)
         + exposed_exchange(config, sizes, topology)
-        + exposed_scatters(config, sizes, topology),
+        + exposed_scatters(config, sizes, topology)
+        + sent,
         offload_seconds=offload_seconds(config, sizes, topology, work),
     ).with_host(state - on_host, on_host, topology.chip)
