@@ -136,14 +136,15 @@ def working_bytes(config: Config, sizes: TransformerConfig, topology: Topology) 
     of_head = min(_head_gradient_bytes(config, sizes), summed_bytes(config) * trained_outer) + _logit_bytes(
         config, sizes
     )
+    of_mtp = sizes.mtp_depth * _residual_bytes(config, sizes, topology)
     if gathers and config.mesh.pipe == 1:
         table = each * sizes.vocab_size * sizes.hidden_size / config.mesh.tensor
         at_head = head_bytes(config, sizes, kind) or table + of_head
         if sizes.mtp_depth:
-            at_head += sizes.mtp_depth * (each * layer + _residual_bytes(config, sizes, topology))
+            at_head += sizes.mtp_depth * each * layer + of_mtp
             at_head += 0 if sizes.tied_embeddings else table
         return whole + max(each * layer * (1 + share) + of_layer, at_head)
-    return whole + of_layer + of_head + (each * layer * (1 + share) if gathers else 0)
+    return whole + of_layer + of_head + of_mtp + (each * layer * (1 + share) if gathers else 0)
 
 
 def _overwrites_gradients(config: Config, kind: str | None) -> bool:
