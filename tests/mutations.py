@@ -599,6 +599,20 @@ MUTATIONS = (
         "planner/test_formula_split_backward.py::test_what_a_pipeline_keeps_is_what_its_slots_take",
     ),
     Mutation(
+        "windows_end_with_whole_blocks",
+        "planner/formula_time.py",
+        "-(-((window or length) - 1) // block)",
+        "((window or length) - 1) // block",
+        "planner/test_formula_attention.py::test_kernels_multiply_whole_blocks_at_both_ends_of_a_window",
+    ),
+    Mutation(
+        "heads_without_tiles",
+        "planner/counts.py",
+        "tile = splash.LANES if",
+        "tile = 1 if",
+        "planner/test_formula_attention.py::test_heads_fill_tiles_on_a_tpu_alone",
+    ),
+    Mutation(
         "squares_of_muon_cut_everywhere",
         "planner/formula_update.py",
         "(shards if one.rows <= one.columns else 1)",

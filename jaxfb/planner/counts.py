@@ -225,6 +225,12 @@ def hidden_width(config: Config, sizes: TransformerConfig) -> float:
     return sizes.hidden_size / (config.mesh.tensor if sizes.sequence_parallel else 1)
 
 
+def widest_of_attention(sizes: TransformerConfig) -> int:
+    """Returns the most numbers of a token that a product into attention gives, or the hidden state if that has more."""
+    expanded = _expanded_size(sizes) * sizes.num_heads if sizes.latent else 0
+    return max(expanded, sizes.num_heads * sizes.head_size, sizes.hidden_size)
+
+
 def kept_hidden_width(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
     """Returns the numbers of a token's hidden state that a device keeps for the backward: in the slots of a pipeline
     XLA for TPUs cuts it over `tensor`.
@@ -272,7 +278,8 @@ def kept_width(config: Config, sizes: TransformerConfig, topology: Topology) -> 
     Beside its input: what attention is made from, its answer before and after the last product, and both halves of an
     MLP's middle, of experts with the space that there is for rows. An MLP's answer is not needed again.
     """
-    width = _attention_width(sizes) + 2 * _middle_width(config, sizes)
+    answer = _size_of_answer(config, sizes, topology)
+    width = _attention_width(sizes, answer) + 2 * _middle_width(config, sizes)
     return width / config.mesh.tensor + kept_hidden_width(config, sizes, topology)
 
 
@@ -290,11 +297,34 @@ def saved_width(config: Config, sizes: TransformerConfig, topology: Topology, re
     return (width + 3 * middle) / config.mesh.tensor + 4 * hidden
 
 
-def _attention_width(sizes: TransformerConfig) -> int:
-    """Returns how many numbers of a token attention is made from, and its answer before the last product."""
+def _attention_width(sizes: TransformerConfig, size_of_answer: int | None = None) -> int:
+    """Returns how many numbers of a token attention is made from, and its answer before the last product.
+
+    size_of_answer: of one head, if not that of its values.
+    """
     if sizes.latent:
-        return _latent_width(sizes) + sizes.num_heads * sizes.latent.value_size
-    return 2 * (sizes.num_heads + sizes.num_kv_heads) * sizes.head_size
+        return _latent_width(sizes) + sizes.num_heads * (size_of_answer or sizes.latent.value_size)
+    sides = (sizes.num_heads + 2 * sizes.num_kv_heads) * sizes.head_size
+    return sides + sizes.num_heads * (size_of_answer or sizes.head_size)
+
+
+def _size_of_answer(config: Config, sizes: TransformerConfig, topology: Topology) -> int | None:
+    """Returns the numbers of a head's answer where a kernel gives it in 16 bits: as large as its keys, on a TPU in whole
+    tiles.
+    """
+    if computed_bytes(config) > 2 or not runs_flash(config, sizes, topology):
+        return None
+    tile = splash.LANES if topology.platform == "tpu" else 1
+    return -(-sizes.head_size // tile) * tile
+
+
+def padding_width(config: Config, sizes: TransformerConfig, topology: Topology) -> int:
+    """Returns how many numbers of a token are zeros or fill tiles in what a kernel of attention reads and gives."""
+    if (size := _size_of_answer(config, sizes, topology)) is None:
+        return 0
+    values = sizes.latent.value_size if sizes.latent else sizes.head_size
+    of_keys, heads = size - sizes.head_size, sizes.num_heads
+    return (2 * heads + sizes.num_kv_heads) * of_keys + sizes.num_kv_heads * (size - values)
 
 
 def _middle_width(config: Config, sizes: TransformerConfig) -> float:
@@ -361,8 +391,15 @@ def _latent_width(sizes: TransformerConfig) -> int:
     """Returns the numbers of a token's short vectors, queries, keys and values in latent attention."""
     latent = sizes.latent
     assert latent is not None
-    expanded = 2 * sizes.head_size - latent.rotary_size + latent.value_size
+    expanded = sizes.head_size + _expanded_size(sizes)
     return latent.norm_params + latent.rotary_size + sizes.num_heads * expanded
+
+
+def _expanded_size(sizes: TransformerConfig) -> int:
+    """Returns the numbers of a head's key and value that are made from a token's short vector."""
+    latent = sizes.latent
+    assert latent is not None
+    return sizes.head_size - latent.rotary_size + latent.value_size
 
 
 def _mlp_width(sizes: TransformerConfig) -> int:

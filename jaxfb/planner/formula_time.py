@@ -8,7 +8,7 @@ from jaxfb.config import Config
 from jaxfb.mesh import AXES
 from jaxfb.models import splash
 from jaxfb.models.adapted import lora_of
-from jaxfb.models.config import TransformerConfig, flops_per_token, seen_share
+from jaxfb.models.config import TransformerConfig, flops_per_token, seen_share, twice_seen
 from jaxfb.models.pattern import stack_of
 from jaxfb.planner import formula_bias
 from jaxfb.planner.chips import Chip
@@ -150,11 +150,26 @@ def _flops_of_kernels(config: Config, sizes: TransformerConfig, topology: Topolo
     # the context axis cuts a row into twice its size
     whole = attends_over(config, sizes, topology) is None
     together = length if whole else length // (2 * config.mesh.context)
-    blocks = 1 + splash.block_size(together) / length
-    turns = blocks * waiting_turns(config)
+    turns = _blocks_over_seen(sizes, length, splash.block_size(together)) * waiting_turns(config)
     if not has_backward(config, sizes):
         return attention / 3 * (turns - 1)
     return attention * ((1.5 + again) * turns - 1 - again)
+
+
+def _blocks_over_seen(sizes: TransformerConfig, length: int, block: int) -> float:
+    """Returns how many keys are in the blocks that a kernel multiplies with a query, over those that the query sees:
+    half of the block on the diagonal is masked, and with a window half of the one at its other end.
+    """
+    kinds = list(stack_of(sizes).counted())
+    multiplied = sum(number * _keys_in_blocks(one.window, length, block) for one, number in kinds)
+    return 2 * multiplied / sum(number * twice_seen(one.window, length) for one, number in kinds)
+
+
+def _keys_in_blocks(window: int | None, length: int, block: int) -> float:
+    """Returns the keys in all blocks of which a query sees some, in the mean over a row's queries."""
+    before = -(-((window or length) - 1) // block)
+    blocks = range(length // block)
+    return block * sum(1 + min(place, before) for place in blocks) / len(blocks)
 
 
 def step_flops(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
