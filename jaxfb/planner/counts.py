@@ -309,8 +309,8 @@ def _attention_width(sizes: TransformerConfig, size_of_answer: int | None = None
 
 
 def _size_of_answer(config: Config, sizes: TransformerConfig, topology: Topology) -> int | None:
-    """Returns the numbers of a head's answer where a kernel gives it in 16 bits: as large as its keys, on a TPU in whole
-    tiles.
+    """Returns the numbers of a head's answer where a kernel gives it in 16 bits: as many as of its keys, on a TPU in
+    whole tiles.
     """
     if computed_bytes(config) > 2 or not runs_flash(config, sizes, topology):
         return None
