@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -63,7 +63,7 @@ def muon_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> tuple[
 
 def _runs(config: Config, one: _Matrices) -> float:
     """Returns how many steps of the iteration a device takes part in, of all its matrices of a kind."""
-    steps = config.optimizer.options.get("ns_steps", _STEPS)
+    steps: Any = config.optimizer.options.get("ns_steps", _STEPS)
     return _TIMES * steps * one.number / config.mesh.tensor
 
 
@@ -89,17 +89,18 @@ def _matrices(config: Config, sizes: TransformerConfig) -> list[_Matrices]:
     return [
         _Matrices(
             number * (here if of_layers else 1) / (mesh.expert if of_experts else 1),
-            *shape,
+            rows,
+            columns,
             ("fsdp", "context") if of_experts else ("fsdp", "expert", "context"),
         )
-        for number, shape, of_layers, of_experts in _shapes(sizes, trained_patterns(config))
+        for number, (rows, columns), of_layers, of_experts in _shapes(sizes, trained_patterns(config))
     ]
 
 
 @lru_cache(maxsize=16)
 def _shapes(
     sizes: TransformerConfig, patterns: tuple[str, ...] | None
-) -> list[tuple[int, tuple[int, ...], bool, bool]]:
+) -> list[tuple[int, tuple[int, int], bool, bool]]:
     """Returns (how many, their shape, whether they are of the layers, whether of experts) of the model's matrices."""
     params = pruned(patterns, jax.eval_shape(lambda: init_params(sizes, jax.random.key(0))))
     leaves = zip(

@@ -65,5 +65,6 @@ def test_what_a_pipeline_keeps_is_what_its_slots_take(monkeypatch, schedule, chu
     monkeypatch.setattr(stage, "empty_slots", counted)
     job = make_job(config, abstract_mesh(config, 4, abstract_device(topology)))
     job.step.trace(job.state, job.batch)
+    assert job.schedule is not None
     passed = 2 * 256 * 256 * sum(map(job.schedule.program.allocated, ("activation", "gradient")))
     assert kept_bytes(config, model_sizes(config), topology) == pytest.approx(sum(slots) - passed, rel=0.07)
