@@ -613,11 +613,11 @@ MUTATIONS = (
         "planner/test_formula_attention.py::test_heads_fill_tiles_on_a_tpu_alone",
     ),
     Mutation(
-        "squares_of_muon_cut_everywhere",
+        "layers_of_muon_that_do_not_fill_the_devices_counted_in_part",
         "planner/formula_update.py",
-        "(shards if one.rows <= one.columns else 1)",
-        "shards",
-        "planner/test_formula_update.py::test_the_products_of_muon_by_hand",
+        "else math.ceil(layers / devices)",
+        "else layers / devices",
+        "planner/test_formula_update.py::test_the_products_and_arrays_of_muon_by_hand",
     ),
     Mutation(
         "tensor_shares_the_links_of_fsdp",
@@ -1622,13 +1622,6 @@ MUTATIONS = (
         "training/test_flops_of_a_run.py::test_a_run_counts_what_its_plan_counts",
     ),
     Mutation(
-        "muon_without_whole_matrices",
-        "planner/formula_memory.py",
-        "taken = whole + _SHARDS_OF_MUON",
-        "taken = _SHARDS_OF_MUON",
-        "planner/test_formula_update.py::test_what_muon_takes_by_hand",
-    ),
-    Mutation(
         "adapters_not_scaled",
         "models/lora.py",
         "return (x @ self.a) @ self.b * self.lora.scale",
@@ -1746,7 +1739,7 @@ MUTATIONS = (
         "parallel/whole_layers.py",
         "return found[:, : by_stage.shape[1]].reshape(x.shape)",
         "return found[:, -by_stage.shape[1] :].reshape(x.shape)",
-        "update/test_muon.py::test_updates_are_those_of_one_device",
+        "update/test_muon.py::test_layers_are_shared_out_unevenly",
     ),
     Mutation(
         "exchanged_heads_attend_without_a_kernel",
@@ -2096,8 +2089,8 @@ MUTATIONS = (
     Mutation(
         "formula_keeps_the_answer_of_an_mlp",
         "planner/counts.py",
-        "return (width + 2 * middle / sizes.num_layers)",
-        "return (width + 3 * middle / sizes.num_layers)",
+        "width = _attention_width(sizes, answer) + 2 * _middle_width(config, sizes)",
+        "width = _attention_width(sizes, answer) + 3 * _middle_width(config, sizes)",
         "planner/test_formula.py::test_selective_keeps_what_the_backward_reads",
     ),
     Mutation(
@@ -2110,8 +2103,8 @@ MUTATIONS = (
     Mutation(
         "formula_lets_early_pieces_wait_for_none",
         "planner/formula_time.py",
-        "turns = blocks * waiting_turns(config)",
-        "turns = blocks",
+        "splash.block_size(together)) * waiting_turns(config)",
+        "splash.block_size(together))",
         "planner/test_formula.py::test_memory_and_time_of_real_sizes_on_tpus_are_near_the_compilers",
     ),
     Mutation(

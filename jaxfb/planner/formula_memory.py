@@ -24,7 +24,6 @@ from jaxfb.planner.counts import (
     layers_by_remat,
     layers_here,
     num_microbatches,
-    num_shards,
     padding_width,
     product_width,
     reduced_bytes,
@@ -63,9 +62,6 @@ gather no layer ahead: of 8B on 8, 16 and 256 v5e."""
 _AT_WORK_ON_GPU = 1.55
 """Of the numbers that a dense layer's products keep, how many times as many are there in its backward: 8B and 14B with
 16 rows at a time by XLA for GPUs. With the TPU's compiler, and with experts, it is two."""
-_GATHERED_BY_MUON, _SHARDS_OF_MUON = 2, 3.5
-"""Bytes of a number of a matrix that is whole for the products of Muon's iteration; and arrays in float32 that a device
-has of its own shards of all matrices at that time: updates of 1B on 4 and of 8B on 16 v5p take 5.4 and 20.5 GB."""
 _WIDE_ON_GPU = 4
 """Bytes more of each gathered number where cuDNN attends: gradients of keys and values are summed in float32. 8B at
 131,072 tokens on 32 H100, fsdp 2 x context 16, takes 14.1 GB."""
@@ -163,19 +159,6 @@ def streamed_bytes(config: Config, sizes: TransformerConfig) -> float:
         return 0.0
     layers, outer = stored(trained_numbers, config, sizes)
     return state_bytes(config, sizes) * (layers / layers_here(config, sizes) + outer)
-
-
-def update_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
-    """Counts what Muon's update takes beside parameters, state and gradients, which is no part of the loop.
-
-    Chips that overlap collectives gather all matrices at once; with the state in the host's memory, those of a layer.
-    """
-    chip = topology.chip
-    if config.optimizer.name != "muon" or chip is None or chip.kind not in compiler.TABLE:
-        return 0.0
-    whole = _GATHERED_BY_MUON * trained_numbers(config, sizes)[0] if num_shards(config) > 1 else 0.0
-    taken = whole + _SHARDS_OF_MUON * 4 * stored(trained_numbers, config, sizes)[0]
-    return taken / (layers_here(config, sizes) if config.optimizer.memory == "host" else 1)
 
 
 def _head_gradient_bytes(config: Config, sizes: TransformerConfig) -> float:

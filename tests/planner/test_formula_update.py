@@ -4,8 +4,7 @@ import pytest
 
 from jaxfb.config import load_config
 from jaxfb.planner import parse_topology
-from jaxfb.planner.formula_memory import update_bytes
-from jaxfb.planner.formula_update import muon_flops, muon_seconds
+from jaxfb.planner.formula_update import muon_bytes, muon_flops, muon_seconds
 from jaxfb.planner.job import model_sizes
 from jaxfb.planner.verdict import estimated
 
@@ -36,43 +35,43 @@ def test_multi_token_prediction_keeps_its_residuals_beside_a_pipeline_too():
     assert found.step_seconds == pytest.approx(0.612, rel=0.1)
 
 
-@pytest.mark.parametrize("config, topology, needed", [("1b", "v5p:2x2x1", 10.24), ("8b", "v5p:2x2x4", 27.04)])
-def test_muon_takes_all_its_matrices_at_once(config, topology, needed):
-    """By libtpu 0.0.48. Without the update the formula had 6.2 and 10.3 GB."""
-    found = estimated(load_config(f"configs/{config}.yaml", MUON), parse_topology(topology))
-    assert found.needed / 1e9 == pytest.approx(needed, rel=0.07)
-
-
 @pytest.mark.parametrize(
-    "config, topology, seconds",
+    "config, topology, gigabytes, seconds",
     [
-        ("1b mesh.fsdp=16 batch.rows=128 parallel.remat=selective", "v5p:2x2x4", 0.480),
-        ("8b", "v5p:2x2x4", 3.5),
+        ("8b mesh.fsdp=16", "v5p:2x2x4", 14.89, 2.548),
+        ("8b mesh.fsdp=64 batch.rows=256", "v5p:4x4x4", 5.40, 2.424),  # more devices than layers
+        ("1b batch.rows=128 parallel.remat=selective parallel.fsdp_gather=step", "v5p:2x2x4", 12.85, 0.361),
+        ("1b", "v5p:2x2x1", 8.61, 0.962),
+        ("8b-h100 mesh.fsdp=32 batch.rows=128 batch.rows_per_microbatch=4", "gpu:h100x32", 13.52, 1.210),
     ],
 )
-def test_muon_multiplies_and_gathers_its_matrices_twice(config, topology, seconds):
-    """By libtpu 0.0.48. Without the update the formula had 0.345 and 2.4 s."""
+def test_an_update_of_muon_is_near_the_compiler(config, topology, gigabytes, seconds):
+    """By libtpu 0.0.48, and XLA of jax 0.10.2 for GPUs."""
     name, *layout = config.split()
-    found = estimated(load_config(f"configs/{name}.yaml", [*MUON, *layout]), parse_topology(topology))
-    assert found.step_seconds == pytest.approx(seconds, rel=0.05)
+    given = [one for one in MUON if not (name == "8b-h100" and one.startswith("parallel.remat"))]
+    found = estimated(load_config(f"configs/{name}.yaml", [*given, *layout]), parse_topology(topology))
+    assert found.needed / 1e9 == pytest.approx(gigabytes, rel=0.1)
+    assert found.step_seconds == pytest.approx(seconds, rel=0.07)
 
 
-def test_the_products_of_muon_by_hand():
-    """Of a matrix with more rows than columns every device multiplies all of the smaller square by itself. 1B on 16
-    chips: 9.12 ms at the peak rate each time by the compiler.
-    """
+def test_the_products_and_arrays_of_muon_by_hand():
+    """Of 16 layers on 16 chips each has one whole, of 16 on 12 chips two."""
     topology = parse_topology("v5p:2x2x4")
     config = load_config("configs/1b.yaml", [*MUON, "mesh.fsdp=16"])
-    flops = lambda short, long, shards: 4 * short**2 * long / 16 + 2 * short**3 / shards  # noqa: E731
-    wide, tall, few = flops(2048, 8192, 16), flops(2048, 8192, 1), flops(512, 2048, 1)
-    layer = 2 * wide + tall + 2 * flops(2048, 2048, 16) + 2 * few
+    flops = lambda short, long: 4 * short**2 * long + 2 * short**3  # noqa: E731
+    layer = 3 * flops(2048, 8192) + 2 * flops(2048, 2048) + 2 * flops(512, 2048)
     found = muon_flops(config, model_sizes(config))
-    assert found == pytest.approx(2 * 5 * 16 * layer)
-    assert found / topology.chip.flops / 2 == pytest.approx(9.12e-3, rel=0.01)
+    assert found == pytest.approx(2 * 5 * layer)
+    numbers = 3 * 2048 * 8192 + 2 * 2048**2 + 2 * 512 * 2048
+    assert muon_bytes(config, model_sizes(config)) == pytest.approx(4.2 * 4 * numbers)
     fewer = load_config("configs/1b.yaml", [*MUON, "mesh.fsdp=16", "optimizer.options.ns_steps=3"])
     assert muon_flops(fewer, model_sizes(fewer)) == pytest.approx(found * 3 / 5)
+    twice = load_config("configs/1b.yaml", [*MUON, "mesh.fsdp=12"])
+    assert muon_flops(twice, model_sizes(twice)) == pytest.approx(found * 2)
     plain = load_config("configs/1b.yaml", ["mesh.fsdp=16"])
     assert muon_seconds(plain, model_sizes(plain), topology.chip) == (0, 0)
+    on_host = load_config("configs/1b.yaml", [*MUON, "mesh.fsdp=16", "optimizer.memory=host"])
+    assert muon_bytes(on_host, model_sizes(on_host)) == pytest.approx(2 * numbers)
 
 
 def test_a_stage_and_a_tensor_shard_update_their_part_of_the_matrices():
@@ -82,30 +81,8 @@ def test_a_stage_and_a_tensor_shard_update_their_part_of_the_matrices():
         "mesh.tensor=4 mesh.fsdp=4",
         "mesh.data=16 mesh.fsdp=1",
     )
-    whole, staged, cut, repeated = (
+    whole, staged, cut, shared = (
         muon_flops(config, model_sizes(config))
         for config in (load_config("configs/1b.yaml", [*MUON, *one.split()]) for one in layouts)
     )
-    assert staged == cut
-    assert staged < whole < repeated
-
-
-@pytest.mark.parametrize(
-    "config, topology, shards, layers", [("1b", "v5p:2x2x1", 4, 16), ("8b", "v5p:2x2x4", 16, 32)]
-)
-def test_what_muon_takes_by_hand(config, topology, shards, layers):
-    """Every matrix whole in bfloat16, and three and a half shards of each in float32."""
-    config, topology = (
-        load_config(f"configs/{config}.yaml", [*MUON, f"mesh.fsdp={shards}"]),
-        parse_topology(topology),
-    )
-    sizes = model_sizes(config)
-    attention = 2 * (sizes.num_heads + sizes.num_kv_heads) * sizes.head_size
-    matrices = layers * sizes.hidden_size * (attention + 3 * sizes.mlp_size)
-    wanted = matrices * (2 + 3.5 * 4 / shards)
-    assert update_bytes(config, sizes, topology) == pytest.approx(wanted, rel=0.001)
-    on_host = load_config("configs/8b.yaml", [*MUON, "mesh.fsdp=16", "optimizer.memory=host"])
-    by_layer = update_bytes(on_host, model_sizes(on_host), topology)
-    whole = load_config("configs/8b.yaml", [*MUON, "mesh.fsdp=16"])
-    assert by_layer == update_bytes(whole, model_sizes(whole), topology) / 32
-    assert update_bytes(whole, model_sizes(whole), parse_topology("v5e:4x4")) == 0
+    assert whole == staged == cut == shared  # each device has as many matrices
