@@ -228,7 +228,9 @@ def test_the_processes_of_a_launcher_that_is_killed_end_as_at_a_closed_terminal(
         FOLLOWER,
         str(tmp_path),
     ]
-    launcher = subprocess.Popen(command)
+    # the tests may run under nohup, of which a shell cannot free what it starts
+    heard = lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)  # noqa: E731
+    launcher = subprocess.Popen(command, preexec_fn=heard)
     places = [tmp_path / index for index in "01"]
     _until(lambda: all(place.exists() for place in places))
     launcher.kill()
