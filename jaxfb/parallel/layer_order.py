@@ -60,6 +60,8 @@ class LayerOrder:
     def move(self, leaf: Any, back: bool, donate: bool = False) -> Any:
         """Returns one stacked array in the other order; `back`: in the model's."""
         self._check(leaf, back)
+        if self.layout.even and not leaf.size:  # of a program's array without elements JAX knows wrong parts
+            return leaf
         if isinstance(leaf, jax.ShapeDtypeStruct):
             length = self.layout.num_layers if back else self.layout.num_places
             return leaf.update(

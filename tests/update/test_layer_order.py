@@ -9,6 +9,8 @@ import optax
 import pytest
 import toy
 from comparisons import close
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from tiny import write_tiny
 
 import jaxfb
@@ -313,4 +315,17 @@ def test_a_parameter_without_elements_is_read_in_the_models_order():
     order = fb.layer_order(toy.model, params, plan)
     back = order.to_model(order.to_pipeline(jax.tree.map(jnp.asarray, params)))
     assert np.asarray(back["layers"]["empty"]).shape == (3, 0, 8)
+    np.testing.assert_array_equal(back["layers"]["w"], params["layers"]["w"])
+
+
+def test_a_leaf_without_elements_stays_as_it_is_where_stages_are_alike():
+    """What a program made of it had other parts than JAX knew, and could not be read."""
+    plan = jaxfb.BatchPlan(rows=8, rows_per_microbatch=2)
+    fb = jaxfb.get_forward_backward_func(MESH, schedule="interleaved", num_chunks=2)
+    params = {"layers": {"w": np.arange(16.0).reshape(8, 2), "empty": np.zeros((8, 0, 12))}}
+    order = fb.layer_order(toy.model, params, plan)
+    moved = order.to_pipeline(jax.device_put(params, NamedSharding(MESH, P("pipe"))))
+    back = order.to_model(moved)
+    assert np.asarray(moved["layers"]["empty"]).shape == np.asarray(back["layers"]["empty"]).shape
+    assert (np.asarray(moved["layers"]["w"]) != params["layers"]["w"]).any()
     np.testing.assert_array_equal(back["layers"]["w"], params["layers"]["w"])
