@@ -55,7 +55,7 @@ def make_mesh(
     given: dict[str, int] = dict(zip(AXES, (pipe, data, fsdp, expert, context, tensor), strict=True))
     cpu.prepare()
     devices = jax.devices() if devices is None else _checked_devices(devices)
-    sizes = mesh_sizes(given, len(devices), devices[0].platform)
+    sizes = mesh_sizes(given, len(devices), devices[0].platform, jax.process_count())
     needed = math.prod(sizes.values())
     if needed < len(devices) and jax.process_count() > 1:
         raise Refused(
@@ -65,12 +65,17 @@ def make_mesh(
     return Mesh(arranged(sizes, devices[:needed]), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def mesh_sizes(given: dict[str, int], num_devices: int, platform: str) -> dict[str, int]:
-    """Returns axis sizes with -1 filled in, for devices that need not exist; ValueError as `make_mesh`."""
+def mesh_sizes(given: dict[str, int], num_devices: int, platform: str, processes: int = 1) -> dict[str, int]:
+    """Returns axis sizes with -1 filled in, for devices that need not exist; ValueError as `make_mesh`.
+
+    processes: among which the devices are divided.
+    """
     if not isinstance(given, Mapping) or not set(given) <= set(AXES):
         refuse("given", given, f"a mapping to sizes from axes, which are {', '.join(AXES)}")
     integer("num_devices", num_devices)
-    return _fill(_checked_sizes({axis: given.get(axis, 1) for axis in AXES}), num_devices, platform)
+    return _fill(
+        _checked_sizes({axis: given.get(axis, 1) for axis in AXES}), num_devices, platform, processes
+    )
 
 
 def axis_size(mesh: Mesh | None, *axes: str) -> int:
@@ -221,14 +226,22 @@ def _checked_devices(devices: Any) -> list:
     return found
 
 
-def _fill(sizes: dict[str, int], num_devices: int, platform: str) -> dict[str, int]:
+def _fill(sizes: dict[str, int], num_devices: int, platform: str, processes: int) -> dict[str, int]:
     known = math.prod(size for size in sizes.values() if size != -1)
     if num_devices % known:
-        hint = f", or simulate: XLA_FLAGS=--xla_force_host_platform_device_count={known}"
-        more = hint if platform == "cpu" and num_devices < known <= _MOST_SIMULATED else ""
+        more = _simulated(known, processes) if platform == "cpu" and num_devices < known else ""
         choices = _nearest(sizes, known, num_devices)
         raise Refused(_misfit(sizes, known, num_devices, choices) + more, choices)
     return {axis: num_devices // known if size == -1 else size for axis, size in sizes.items()}
+
+
+def _simulated(needed: int, processes: int) -> str:
+    """Returns how to simulate that many devices: several processes must use all that they have."""
+    each, left = divmod(needed, processes)
+    if left or needed > _MOST_SIMULATED:
+        return ""
+    where = f" in each of the {processes} processes" if processes > 1 else ""
+    return f", or simulate: XLA_FLAGS=--xla_force_host_platform_device_count={each}{where}"
 
 
 def _misfit(sizes: dict[str, int], known: int, num_devices: int, choices: Sequence[Mapping[str, int]]) -> str:

@@ -202,3 +202,12 @@ def test_gpus_are_known_by_each_of_their_names(platform, kept, monkeypatch):
     monkeypatch.setattr(jax.sharding, "get_abstract_mesh", lambda: mesh)
     monkeypatch.setattr(jax.lax, "platform_dependent", lambda *_, default, **ways: set(ways))
     assert by_platform(default=None, **dict.fromkeys(("cpu", "cuda", "rocm", "tpu"))) == kept
+
+
+@pytest.mark.parametrize("processes, each", [(1, "=8"), (2, "=4 in each of the 2 processes"), (3, None)])
+def test_a_mesh_of_more_devices_may_be_simulated_by_as_many_in_each_process(processes, each, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    with pytest.raises(ValueError) as refused:
+        jaxfb.make_mesh(data=4, fsdp=2, devices=jax.devices()[:1])
+    flag = "--xla_force_host_platform_device_count"
+    assert f"{refused.value}".partition(flag)[2] == (each or "")
