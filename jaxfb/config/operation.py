@@ -57,7 +57,7 @@ class LogConfig:
     split_update: records have `forward_backward_seconds` and `optimizer_seconds`. An update is then two programs,
       and the devices wait for the host after each: the same numbers, in somewhat more time.
     count_zeros: records have `num_zeros`, the elements of the gradient that are 0, at the price of a pass over it.
-    writers: where records go in addition to metrics.jsonl, which is always written; docs/trainer.md shows one of
+    writers: where records go in addition to metrics.jsonl, which is always written; docs/extending.md shows one of
       your own.
     """
 
