@@ -129,6 +129,15 @@ def test_a_command_of_a_page_is_one(command, monkeypatch):
         load_config(path, options.overrides, kind)
 
 
+@pytest.mark.slow
+def test_the_config_of_the_trainer_page_trains_the_same_model(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "mine.py").write_text(blocks("trainer.md", "python")[0].partition("trainer = ")[0])
+    (tmp_path / "mine.yaml").write_text(blocks("trainer.md", "yaml")[0])
+    assert cli.main(["train", "mine.yaml", "run.updates=2"]) == 0, capsys.readouterr().err
+
+
 QUICK = [
     "jaxfb init quickstart",
     "jaxfb schedule --pipe 4 --microbatches 8 --chunks 2 --kind interleaved",
