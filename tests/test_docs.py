@@ -130,6 +130,16 @@ def test_a_command_of_a_page_is_one(command, monkeypatch):
 
 
 @pytest.mark.slow
+def test_the_layouts_of_the_planner_page_are_what_it_prints(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    asked = "plan configs/8b.yaml --topology v5p:4x4x4 mesh=auto parallel.remat=none"
+    assert f"`jaxfb {asked}`" in PAGES["planner.md"]
+    assert cli.main([*asked.split(), "--no-compile"]) == 0
+    [shown] = re.findall(r"^```\n(mesh: auto on .*?)^```", PAGES["planner.md"], re.DOTALL | re.MULTILINE)
+    assert shown in capsys.readouterr().err
+
+
+@pytest.mark.slow
 def test_the_config_of_the_trainer_page_trains_the_same_model(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
