@@ -122,7 +122,7 @@ class Callback:
         """Runs after the state that step left was handed to the checkpoint writer."""
 
     def on_train_end(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Runs once, after the last update; not when the run ends by an exception."""
+        """Runs once, after the last update; not where the run is stopped before, or ends by an exception."""
 
 
 def callback(**hooks: Callable) -> Callback:
