@@ -6,6 +6,7 @@ start -> all end -> done, refused, interrupted or given up: end likewise
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -24,6 +25,7 @@ FINAL = (DONE, REFUSED, UNWRITTEN, RESUMABLE, GAVE_UP, FAULTY)
 STOPPING = 15.0  # seconds that the others get to notice, once one process has ended for good or was lost
 AFTER_A_KILL = 5.0  # the same, where one was killed: the others cannot continue, and have nothing to save
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0
+DOUBLINGS = 16  # of the wait, far beyond the longest; 2**1024 is no float
 
 # (index, number of processes, coordinator or None, whether the run has begun) -> command and environment
 Command = Callable[[int, int, "str | None", bool], tuple[list[str], dict[str, str]]]
@@ -45,7 +47,7 @@ class Supervisor:
     restarts: int = 3
     healthy: float = 300.0
     stopping: float = STOPPING
-    report: Callable[[str], None] = field(default=lambda text: print(text, file=sys.stderr, flush=True))
+    report: Callable[[str], None] = field(default=lambda text: _print(text))
 
     def run(self) -> int:
         """Returns the exit code of the job: 0 only if every process of the last start ended with 0.
@@ -79,7 +81,7 @@ class Supervisor:
             if failures > self.restarts:
                 self.report(f"jaxfb: [launch] {_ending(code)} {failures} times in a row; giving up")
                 return code
-            wait = min(LONGEST_WAIT, FIRST_WAIT * 2 ** (failures - 1))
+            wait = min(LONGEST_WAIT, FIRST_WAIT * 2.0 ** min(failures - 1, DOUBLINGS))
             self.report(
                 f"jaxfb: [launch] the job was {_ending(code)}; starting again{' with --resume' * begun} in {wait:g} s "
                 f"(restart {failures} of {self.restarts})"
@@ -187,4 +189,18 @@ def _of_all(codes: Sequence[int]) -> int:
 def _ending(code: int) -> str:
     if code == LOST:
         return "lost (exit code 76)"
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return f"killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+
+
+def _signal_name(number: int) -> str:
+    """Returns such as SIGKILL; most real-time signals have no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _print(text: str) -> None:
+    """Prints to standard error, as long as somebody reads it: the job goes on without."""
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)

@@ -77,6 +77,35 @@ def test_it_gives_up_after_so_many_restarts_in_a_row(job):
     assert code == 76 and len(starts) == 3 and said[-1].endswith("3 times in a row; giving up")
 
 
+def test_a_job_that_crashes_for_a_day_is_still_started_again(monkeypatch):
+    """2**1024 is no float: after 17 hours the launcher itself crashed."""
+    said = []
+    job = Supervisor(lambda *_: ([], {}), restarts=1100, report=said.append)
+    monkeypatch.setattr(job, "_run_once", lambda begun: 76)
+    monkeypatch.setattr(job, "_sleep", lambda seconds: None)
+    assert job.run() == 76
+    assert len(said) == 1101 and "in 60 s (restart 1100 of 1100)" in said[-2]
+
+
+def test_a_signal_without_a_name_is_told_by_its_number(monkeypatch):
+    said = []
+    code = Supervisor(lambda *_: (["sh", "-c", "kill -40 $$"], {}), restarts=0, report=said.append).run()
+    assert code == 168 and "killed by signal 40" in said[0]
+
+
+def test_a_launcher_whose_output_nobody_reads_starts_the_job_again_all_the_same(tmp_path, monkeypatch):
+    """As after `| tee log`, where tee is gone."""
+    monkeypatch.setattr("jaxfb.cli.supervisor.FIRST_WAIT", 0.01)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as broken, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", broken)
+        line = ["sh", "-c", f"echo >> {tmp_path}/starts; exit 76"]
+        assert Supervisor(lambda *_: (line, {}), restarts=2).run() == 76
+        os.dup2(os.open(os.devnull, os.O_WRONLY), writer)
+    assert (tmp_path / "starts").read_text() == "\n" * 3
+
+
 def test_a_start_that_ran_long_enough_counts_restarts_from_zero(job):
     code, said, starts = job("76 76 76 76 0", restarts=1, healthy=0.0)
     assert code == 0 and len(starts) == 5
