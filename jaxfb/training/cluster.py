@@ -6,7 +6,6 @@ Nothing is joined here, and nothing is asked of a machine that runs one process.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -24,6 +23,7 @@ NUMBERED = {
     "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     "PMI": ("PMI_SIZE", "PMI_RANK"),
 }
+PORT, LAST_PORT = 8476, 65535
 TASKS_PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
 
@@ -140,10 +140,17 @@ def _is_configured(given: dict) -> bool:
 
 def _checked(given: dict) -> tuple[str, int, int]:
     coordinator, processes, process_id = given.values()
-    if not re.fullmatch(r".+:\d+", coordinator):
-        use = f"{coordinator or 'localhost'}:8476"
+    if not _is_address(coordinator):
+        host = coordinator.partition(":")[0]
+        use = f"{host if _is_address(f'{host}:{PORT}') else 'localhost'}:{PORT}"
         raise Refused(
-            f"[hosts] coordinator={coordinator!r} must be HOST:PORT; try {use}", [{"coordinator": use}]
+            f"[hosts] coordinator={coordinator!r} must be HOST:PORT, a name or address and a number up to {LAST_PORT}; "
+            f"try {use}",
+            [{"coordinator": use}],
+        )
+    if processes < 1:
+        raise Refused(
+            f"[hosts] processes={processes} must be at least 1; use 1 to run alone", [{"processes": 1}]
         )
     if process_id >= processes:
         raise Refused(
@@ -152,6 +159,16 @@ def _checked(given: dict) -> tuple[str, int, int]:
             [{"process_id": processes - 1}],
         )
     return coordinator, processes, process_id
+
+
+def _is_address(coordinator: str) -> bool:
+    """Returns whether it is HOST:PORT as a socket takes it: no port 0, which is any, and no empty part of a name."""
+    host, _, port = coordinator.rpartition(":")
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        return False
+    return bool(host) and port.isdecimal() and 0 < int(port) <= LAST_PORT
 
 
 def _number(variable: str, environment: Mapping[str, str]) -> int:
