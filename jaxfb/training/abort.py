@@ -1,4 +1,4 @@
-"""The last word where the runtime aborts this process because the coordinator, which process 0 runs, is gone.
+"""The last word where the runtime aborts this process: the coordinator, which process 0 runs, is gone or ends the job.
 
 jax's distributed client then calls `abort` in its own thread, at once and past all Python:
 a stack trace of C++ and exit code 134 is all that a user would see.
@@ -19,19 +19,18 @@ _kept = []  # the handler, for as long as C may call it
 _foreign: dict[int, Callable[[int], None]] = {}  # handlers of C by signal, found once for the process
 
 
-def report_before_abort(coordinator: str, message: Callable[[], str], code: int) -> None:
-    """Prints `message()` and exits with `code` on SIGABRT with nobody answering at the coordinator's address.
+def report_before_abort(message: Callable[[], str | None], code: int) -> None:
+    """Prints `message()` and exits with `code` on SIGABRT; where there is no message the abort goes its way.
 
-    A coordinator that is stopped still listens, but answers nothing. Any other abort goes its way. A handler of
-    Python's would run too late, in the main thread, so this one is C's.
+    A handler of Python's would run too late, in the main thread, so this one is C's.
     """
     if os.name != "posix":
         return
 
     def handler(number: int) -> None:
         libc.alarm(PATIENCE)
-        if not is_answering(coordinator, PATIENCE / 2):
-            print(message(), file=sys.stderr, flush=True)
+        if (text := message()) is not None:
+            print(text, file=sys.stderr, flush=True)
             os._exit(code)
 
     libc = ctypes.CDLL(None)

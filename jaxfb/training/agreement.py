@@ -5,7 +5,9 @@ Processes that do not would wait for each other for ever, or worse: train on som
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -27,15 +29,20 @@ FLAGS = (
     "jax_threefry_partitionable",
 )
 """Settings of jax that decide the bits; the environment may set them on one host alone."""
+COMPILERS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+"""Variables of the environment with flags of the compiler, which decide the bits as well."""
+OF_A_HOST = ("dump", "cache", "_dir", "device_count")
+"""Words in the names of flags that say where files lie, or of devices, which are compared themselves."""
 SHOWN = 6
 ABSENT = "(absent)"
 
 
 def what_runs(config: Config, **more: Any) -> dict[str, Any]:
-    """Returns every key of the config, versions of Python and the packages, jaxfb's own code, and settings of jax."""
+    """Returns every key of the config, versions of Python and the packages, jaxfb's own code, settings of jax, flags of the compiler."""
     keys = {name: value for name, value in table(config) if not name.startswith("hosts.")}
     flags = {name: getattr(jax.config, name) for name in FLAGS}
-    return {**keys, **package_versions(), "jaxfb's source": source_fingerprint(), **flags, **more}
+    source = {"jaxfb's source": source_fingerprint()}
+    return {**keys, **package_versions(), **source, **flags, **compiler_flags(), **more}
 
 
 def what_is_made(setup: Setup) -> dict[str, Any]:
@@ -58,6 +65,21 @@ def devices_and_mesh(mesh: Mesh) -> dict[str, str]:
         "mesh": " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items()),
         "devices": f"{len(devices)} x {devices[0].device_kind}",
     }
+
+
+def compiler_flags() -> dict[str, str]:
+    """Returns the compiler's flags in the environment, by variable and name; the last of a name counts, as for XLA."""
+    found = {}
+    for variable in COMPILERS:
+        text = os.environ.get(variable, "")
+        if text and not text.lstrip().startswith("-"):  # the name of a file with the flags
+            with contextlib.suppress(OSError, ValueError):
+                text = Path(text).read_text()
+        for word in text.split():
+            name, _, value = word.partition("=")
+            if not any(part in name for part in OF_A_HOST):
+                found[f"{variable} {name}"] = value or "true"
+    return found
 
 
 def package_versions() -> dict[str, str]:

@@ -25,7 +25,7 @@ from jaxfb.process.exit_codes import LOST, REFUSED, RESUMABLE, UNWRITTEN, code_o
 from jaxfb.process.fault_points import reach
 from jaxfb.process.position import here
 from jaxfb.refusal import Refused
-from jaxfb.training.abort import report_before_abort
+from jaxfb.training.abort import is_answering, report_before_abort
 from jaxfb.training.agreement import check_agreement
 from jaxfb.training.interrupt import Stopped
 from jaxfb.training.join import join
@@ -37,6 +37,7 @@ from jaxfb.training.watch import (
     STOPPED,
     LostProcess,
     Watch,
+    briefly,
     leave,
     start_again,
 )
@@ -44,6 +45,9 @@ from jaxfb.training.watch import (
 __all__ = ["LOST", "Hosts", "LostProcess", "leave"]
 
 Value = TypeVar("Value")
+ABORT_PATIENCE = (
+    4.0  # seconds for an answer of the coordinator before an abort, which the kernel lets take 10
+)
 SLICE = 5.0  # seconds between two looks at whether there is still time
 _rounds = itertools.count()  # the store outlives a `Hosts`, so each has its own keys
 
@@ -73,8 +77,8 @@ class Hosts:
         return self.index == 0
 
     def __enter__(self) -> Hosts:
-        if self.index and self._coordinator is not None:
-            report_before_abort(self._coordinator, self._without_coordinator, LOST)
+        if self._coordinator is not None and self.count > 1:
+            report_before_abort(self._before_abort, LOST)
         if self.count > 1 or self.config.stuck_after is not None:
             client = self._client if self.count > 1 else None
             self._watch = Watch(client, self._prefix, self.index, self._names(), self.config)
@@ -169,10 +173,29 @@ class Hosts:
                 for other in set(range(self.count)) - set(without):
                     self._wait(f"{key}/{other}", f"process {other} to read it", deadline)
 
-    def _without_coordinator(self) -> str:
-        here = f"process {self.index} of {self.count} ({socket.gethostname()})"
-        lost = f"process 0 of {self.count}, the coordinator at {self._coordinator}"
-        return f"jaxfb: [hosts] {lost}, is gone; {here} ends; {self._advice()}"
+    def _before_abort(self) -> str | None:
+        """Returns what to print where the coordination service makes the runtime abort; None for any other abort.
+
+        A coordinator that is stopped still listens, but answers nothing. One that ends the job answers, but the client
+        that aborts because of it takes no more calls.
+        """
+        here, lost = f"process {self.index} of {self.count} ({socket.gethostname()})", None
+        if self.index and not is_answering(self._coordinator, ABORT_PATIENCE):
+            lost = f"process 0 of {self.count}, the coordinator at {self._coordinator}, is gone"
+        elif not briefly(self._is_served, False, ABORT_PATIENCE / 2):
+            lost = (
+                "the coordinator has ended the job, as where a process was started again on its own or two have the "
+                "same number (its message is above)"
+            )
+        return (
+            lost
+            and f"jaxfb: [hosts] {lost}; {here} ends; {briefly(self._advice, start_again(), ABORT_PATIENCE / 2)}"
+        )
+
+    def _is_served(self) -> bool:
+        """Returns once the coordinator has answered a call of this process's client."""
+        self._client.key_value_dir_get(f"{self._prefix}/failed/")
+        return True
 
     def _names(self) -> list[str]:
         """Returns how the processes are called in messages."""

@@ -17,7 +17,7 @@ from jaxfb.config.operation import HostsConfig
 from jaxfb.platforms.compat import backends_are_made
 from jaxfb.process.exit_codes import LOST
 from jaxfb.refusal import Refused
-from jaxfb.training.abort import is_listening
+from jaxfb.training.abort import is_listening, report_before_abort
 from jaxfb.training.cluster import Place, find_place
 from jaxfb.training.watch import LostProcess, leave
 
@@ -46,6 +46,7 @@ def join(config: HostsConfig) -> None:
         _reach(place, config.timeout)
     else:
         _check_port(place)
+    report_before_abort(lambda: _turned_away(place), LOST)  # until `Hosts` knows more
     with _patience(place, config.timeout):
         jax.distributed.initialize(
             place.coordinator,
@@ -57,6 +58,15 @@ def join(config: HostsConfig) -> None:
             coordinator_bind_address=_bind_address(place.coordinator),
             heartbeat_timeout_seconds=int(2 * config.lost_after) + RUNTIME_PATIENCE,
         )
+
+
+def _turned_away(place: Place) -> str:
+    """Returns what to print where the runtime aborts while this process joins."""
+    return (
+        f"jaxfb: [hosts] the coordinator at {place.coordinator} has ended the job while process {place.process_id} of "
+        f"{place.processes} on {socket.gethostname()} joined it, as where two have the same number (its message is "
+        "above); start them all again, each with its own hosts.process_id"
+    )
 
 
 def _bind_address(coordinator: str) -> str | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 import pytest
 import yaml
-from processes import finish, free_port, launch, logs, start
+from processes import finish, free_port, launch, logs, start, wait_for
 from tiny import write_tiny
 
 import jaxfb
@@ -112,7 +112,11 @@ def test_a_coordinator_at_the_address_of_a_card_listens_there_alone(monkeypatch)
         ({}, {"JAX_PROCESS_ID": "0"}, "process_id=0 is given but not coordinator and processes"),
         ({}, {**GIVEN, "JAX_NUM_PROCESSES": "four"}, r"\$JAX_NUM_PROCESSES='four' must be a number"),
         ({"process_id": 4}, GIVEN, "process_id=4 must be below processes=4.*use 0 to 3"),
-        ({"coordinator": "a"}, GIVEN, "coordinator='a' must be HOST:PORT; try a:8476"),
+        ({"coordinator": "a"}, GIVEN, "coordinator='a' must be HOST:PORT, .*; try a:8476"),
+        ({"coordinator": "a:0"}, GIVEN, "coordinator='a:0' must be HOST:PORT, .* up to 65535; try a:8476"),
+        ({"coordinator": "a:65536"}, GIVEN, "coordinator='a:65536' must be HOST:PORT, .*; try a:8476"),
+        ({"coordinator": "a..b:1"}, GIVEN, "coordinator='a..b:1' must be HOST:PORT, .*; try localhost:8476"),
+        ({}, {**GIVEN, "JAX_NUM_PROCESSES": "0"}, "processes=0 must be at least 1; use 1 to run alone"),
         ({"cluster": "slum"}, {}, "cluster='slum' is not known to jax; use auto, none or one of .*slurm"),
         ({"cluster": "slurm"}, {}, "this process was not started by it; use cluster=auto"),
         ({}, {"PMI_SIZE": "8", "PMI_RANK": "3"}, "PMI numbers this process 3 of 8, but does not give"),
@@ -153,6 +157,24 @@ def test_processes_with_another_setting_of_random_numbers_differ(tmp_path, name,
         assert {key for key, one in what_runs(config).items() if one != usual[key]} == {name}
     finally:
         jax.config.update(name, before)
+
+
+def test_processes_with_other_flags_of_the_compiler_differ(tmp_path, monkeypatch):
+    """One computed with other bits: the copies differed, and the sentence was about weights or a broken device."""
+    config, flags = load_config(write_tiny(tmp_path)), tmp_path / "flags"
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false --xla_dump_to=/a")
+    usual = what_runs(config)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/b --xla_force_host_platform_device_count=4 " * 2)
+    assert differing(what_runs(config), usual) == {"XLA_FLAGS --xla_cpu_enable_fast_math"}
+    flags.write_text("--xla_cpu_enable_fast_math=false\n--xla_gpu_per_fusion_autotune_cache_dir=/c")
+    monkeypatch.setenv("XLA_FLAGS", str(flags))
+    assert what_runs(config) == usual
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_rwb_fusion")
+    assert differing(what_runs(config), usual) == {"LIBTPU_INIT_ARGS --xla_tpu_rwb_fusion"}
+
+
+def differing(facts, others):
+    return {name for name in {**facts, **others} if facts.get(name) != others.get(name)}
 
 
 @pytest.mark.parametrize(
@@ -247,6 +269,24 @@ def test_process_0_leaves_with_a_refusal_only_after_the_others_have_read_it():
     run(second)
     thread.join(5)
     assert left == [1, 0]
+
+
+def test_where_the_coordinator_ends_the_job_the_last_word_is_a_sentence(monkeypatch):
+    """As where a process was started again on its own: a stack trace of C++ and exit code 134 was all there was."""
+    store, hung = Store(), threading.Event()
+    first, second = (of_two(store, index) for index in (0, 1))
+    for hosts in (first, second):
+        hosts._coordinator = "a:1"
+    monkeypatch.setattr("jaxfb.training.hosts.ABORT_PATIENCE", 0.2)
+    monkeypatch.setattr("jaxfb.training.hosts.is_answering", lambda address, seconds: True)
+    assert first._before_abort() is None and second._before_abort() is None  # an abort for another reason
+    monkeypatch.setattr(store, "key_value_dir_get", lambda key: hung.wait(10))
+    for hosts in (first, second):
+        said = hosts._before_abort()
+        assert "the coordinator has ended the job" in said and f"; process {hosts.index} of 2" in said
+    hung.set()
+    monkeypatch.setattr("jaxfb.training.hosts.is_answering", lambda address, seconds: False)
+    assert "process 0 of 2, the coordinator at a:1, is gone" in second._before_abort()
 
 
 def of_two(store, index):
@@ -479,6 +519,21 @@ def test_a_process_that_never_comes_is_said_in_time(tmp_path):
     said = logs(tmp_path, 1)[0]
     assert codes == [76] and "not all of the 2 processes came to 127.0.0.1" in said, said
     assert "Traceback" not in said
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_two_processes_with_one_number_end_the_job_with_a_sentence(tmp_path):
+    """The runtime aborts the others as soon as the second of that number knocks."""
+    write_tiny(tmp_path, run={"updates": 100_000}, eval={"every": None}, checkpoint={"every": None})
+    place = ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", 2, "hosts.timeout=30"]
+    jobs = [launch(tmp_path, k, 1, "train", *place, "--process-id", k, "mesh.data=2") for k in (0, 1)]
+    wait_for(tmp_path / "run" / "metrics.jsonl", jobs)
+    jobs.append(launch(tmp_path, 2, 1, "train", *place, "--process-id", 1, "mesh.data=2", "hosts.timeout=5"))
+    assert finish(jobs) == [76, 76, 76], logs(tmp_path, 3)
+    first, second, late = logs(tmp_path, 3)
+    assert "has ended the job, as where a process was started again on its own" in first
+    assert "jaxfb: [hosts]" in second and "not all of the 2 processes came" in late
 
 
 @pytest.mark.slow
