@@ -1375,6 +1375,27 @@ MUTATIONS = (
         "checkpoint/test_local_checkpoints.py::test_the_latest_are_kept_where_the_clock_was_set_back",
     ),
     Mutation(
+        "local_parts_of_two_starts_put_together",
+        "training/local_tier.py",
+        "holders = [one for one, files in enumerate(there) if (point, kind) in files]",
+        "holders = [k for k, files in enumerate(there) if any(p[1] == point[1] and n == kind for p, n in files)]",
+        "checkpoint/test_local_checkpoints.py::test_parts_of_two_starts_are_not_put_together",
+    ),
+    Mutation(
+        "flags_of_the_compiler_may_differ",
+        "training/agreement.py",
+        "            if not any(part in name for part in OF_A_HOST):",
+        "            if not name:",
+        "training/test_hosts.py::test_processes_with_other_flags_of_the_compiler_differ",
+    ),
+    Mutation(
+        "coordinator_that_ends_the_job_without_a_sentence",
+        "training/hosts.py",
+        "elif not briefly(self._is_served, False,",
+        "elif not briefly(self._is_served, True,",
+        "training/test_hosts.py::test_where_the_coordinator_ends_the_job_the_last_word_is_a_sentence",
+    ),
+    Mutation(
         "a_process_that_cannot_write_waits_for_the_others",
         "checkpoint/write_errors.py",
         "        if error and IN_BACKGROUND in text:",

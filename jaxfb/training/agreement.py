@@ -38,7 +38,9 @@ ABSENT = "(absent)"
 
 
 def what_runs(config: Config, **more: Any) -> dict[str, Any]:
-    """Returns every key of the config, versions of Python and the packages, jaxfb's own code, settings of jax, flags of the compiler."""
+    """Returns every key of the config, versions of Python and the packages, jaxfb's own code, settings of jax, and
+    flags of the compiler.
+    """
     keys = {name: value for name, value in table(config) if not name.startswith("hosts.")}
     flags = {name: getattr(jax.config, name) for name in FLAGS}
     source = {"jaxfb's source": source_fingerprint()}

@@ -1,16 +1,18 @@
 """Frequent checkpoints on the hosts' own disks: each process writes what its devices keep, and a copy of a neighbour's.
 
-DIR/<run>/process-<k>/<update>_<base>_<kind>   base: the newest checkpoint in the run directory then; kind: which parts
+DIR/<run>/process-<k>/<update>_<base>_<kind>_<start>
+  base: the newest checkpoint in the run directory then; kind: which parts; start: of the job, which wrote it
 
 A process that is killed finds its own file again; a host whose disk is lost gets its parts from the copy. Such a
 checkpoint is used only while its base is still the newest one of the run directory, and on processes that keep the same
-parts.
+parts. All its parts are of one start: a disk that was away has others of the same update, computed with another config.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import secrets
 import shutil
 import socket
 import threading
@@ -33,27 +35,38 @@ log = logging.getLogger(__name__)
 PyTree = Any
 PRIVATE = 0o700
 NONE = -1  # the base where the run directory has no checkpoint
+NUMBER = 6  # digits of a start's number
+Point = tuple[str, int]  # start and update
 
 
 class Name(NamedTuple):
-    """The name of a file: which update, since which checkpoint, which parts."""
+    """The name of a file: which update, since which checkpoint, which parts, written by which start of the job.
+
+    start: a number, which grows, and a random word; those of a later start come later in the order of strings.
+    """
 
     update: int
     base: int
     kind: str
+    start: str = "0" * NUMBER  # of files that have none in their name
 
     @classmethod
     def of(cls, path: Path) -> Name | None:
         """Returns what a file is called, None for a file of another kind."""
-        update, _, rest = path.name.partition("_")
-        base, _, kind = rest.partition("_")
         try:
-            return cls(int(update), int(base), kind) if kind.isalnum() else None
-        except ValueError:
+            update, base, *parts = path.name.split("_")
+            found = cls(int(update), int(base), *parts)
+        except (ValueError, TypeError):
             return None
+        named = found.kind.isalnum() and found.start.isalnum() and found.start[:NUMBER].isdecimal()
+        return found if named else None
+
+    @property
+    def point(self) -> Point:
+        return self.start, self.update
 
     def __str__(self) -> str:
-        return f"{self.update}_{self.base}_{self.kind}"
+        return f"{self.update}_{self.base}_{self.kind}_{self.start}"
 
 
 class LocalTier:
@@ -67,7 +80,8 @@ class LocalTier:
         self._own = self._root / f"process-{jax.process_index()}"
         self._keep = settings.keep
         self._writing: threading.Thread | None = None
-        self._written: list[int] = []  # updates, the latest first
+        self._written: list[Point] = []  # the latest first
+        self._start = ""  # known from the first save on
         self._kinds: Sequence[str] = ()  # of all processes, known from the first save on
         self._shift: int | None = None
 
@@ -78,10 +92,11 @@ class LocalTier:
         """
         kind = kind_of(state)
         if not self._kinds:
-            hosts, self._kinds = zip(*gathered([socket.gethostname(), kind]), strict=True)
-            self._shift = shift(hosts, self._kinds)
+            facts = [socket.gethostname(), kind, self._newest_start(), secrets.token_hex(4)]
+            hosts, self._kinds, numbers, words = zip(*gathered(facts), strict=True)
+            self._shift, self._start = shift(hosts, self._kinds), f"{max(numbers) + 1:0{NUMBER}}{words[0]}"
         body = taken(state, host)
-        name = Name(update, NONE if base is None else base, kind)
+        name = Name(update, NONE if base is None else base, kind, self._start)
         files = {name: body}
         if self._shift is not None:
             source = self._kinds[(jax.process_index() - self._shift) % len(self._kinds)]
@@ -107,9 +122,9 @@ class LocalTier:
         self._check_readable()
         files, kind, me = self._there(base), kind_of(abstract_state), jax.process_index()
         while (found := self._chosen(files, kind)) is not None:
-            update, kinds, sources = found
+            point, kinds, sources = found
             wanted = {kinds[process] for process, source in enumerate(sources) if source == me}
-            bodies = {one: body for one in wanted if (body := self._read(files, update, one)) is not None}
+            bodies = {one: body for one in wanted if (body := self._read(files, point, one)) is not None}
             if not all(gathered(len(bodies) == len(wanted))):
                 continue
             body: Any = bodies.get(kind) if sources[me] == me else None
@@ -119,8 +134,8 @@ class LocalTier:
                     received = neighbours.sent(given, source, process)
                     body = received if process == me else body
             state, host = put_back(body, abstract_state)
-            return update, state, host
-        self._report_unused(update for (update, _), paths in files.items() if paths)
+            return point[1], state, host
+        self._report_unused(update for (_, update, _), paths in files.items() if paths)
         return None
 
     def remove(self) -> None:
@@ -139,7 +154,7 @@ class LocalTier:
             for name, body in files.items():
                 write(self._own / str(name), body)
                 reach("local.done")
-            self._rotate(next(iter(files)).update)
+            self._rotate(next(iter(files)).point)
         except OSError as error:
             log.warning("[checkpoint] no local checkpoint was written to %s: %s", self._own, error.strerror)
             with suppress(OSError):
@@ -150,40 +165,47 @@ class LocalTier:
         for path in self._own.glob(f"*{UNFINISHED}"):
             path.unlink(missing_ok=True)
 
-    def _rotate(self, update: int) -> None:
-        """Keeps the files of the updates that were written last, now `update`; numbers may have gone back since.
+    def _newest_start(self) -> int:
+        """Returns the number of the latest start that has written to this machine; 0 for none."""
+        names = [Name.of(path) for path in self._root.glob("process-*/*")]
+        return max((int(name.start[:NUMBER]) for name in names if name is not None), default=0)
+
+    def _rotate(self, point: Point) -> None:
+        """Keeps the files of the points that were written last, now `point`; numbers may have gone back since.
 
         So may the clock, and with it the times of files: they order what an earlier process has written.
         """
-        self._written = [update, *(one for one in self._written if one != update)][: self._keep]
+        self._written = [point, *(one for one in self._written if one != point)][: self._keep]
         files = {path: name for path in self._own.iterdir() if (name := Name.of(path)) is not None}
         latest = sorted(files, key=lambda path: path.stat().st_mtime_ns, reverse=True)
-        kept = list(dict.fromkeys([*self._written, *(files[path].update for path in latest)]))[: self._keep]
+        kept = list(dict.fromkeys([*self._written, *(files[path].point for path in latest)]))[: self._keep]
         for path, name in files.items():
-            if name.update not in kept:
+            if name.point not in kept:
                 path.unlink()
 
-    def _there(self, base: int | None) -> dict[tuple[int, str], list[Path]]:
-        """Returns the files on this machine, also of other processes, by update and kind."""
-        found: dict[tuple[int, str], list[Path]] = {}
+    def _there(self, base: int | None) -> dict[tuple[str, int, str], list[Path]]:
+        """Returns the files on this machine, also of other processes, by start, update and kind."""
+        found: dict[tuple[str, int, str], list[Path]] = {}
         for path in sorted(self._root.glob("process-*/*")):
             name = Name.of(path)
             if name is not None and name.base == (NONE if base is None else base):
-                found.setdefault((name.update, name.kind), []).append(path)
+                found.setdefault((*name.point, name.kind), []).append(path)
         return found
 
     def _chosen(
-        self, files: Mapping[tuple[int, str], Sequence[Path]], kind: str
-    ) -> tuple[int, Sequence[str], Sequence[int]] | None:
-        """Returns the update to restore, the kind of each process and who gives it; equal on every process."""
+        self, files: Mapping[tuple[str, int, str], Sequence[Path]], kind: str
+    ) -> tuple[Point, Sequence[str], Sequence[int]] | None:
+        """Returns the point to restore, the kind of each process and who gives it; equal on every process."""
         there = sorted(key for key, paths in files.items() if paths)
         kinds, everyone = zip(*gathered([kind, there]), strict=True)
-        found = chosen(kinds, [{(update, one) for update, one in each} for each in everyone])
+        found = chosen(kinds, [{((start, update), one) for start, update, one in each} for each in everyone])
         return found and (found[0], kinds, found[1])
 
-    def _read(self, files: dict[tuple[int, str], list[Path]], update: int, kind: str) -> np.ndarray | None:
+    def _read(
+        self, files: dict[tuple[str, int, str], list[Path]], point: Point, kind: str
+    ) -> np.ndarray | None:
         """Returns the body of the first sound file; damaged ones are taken out of `files`."""
-        paths = files[update, kind]
+        paths = files[(*point, kind)]
         while paths:
             try:
                 return read(paths[0])
@@ -221,21 +243,25 @@ class LocalTier:
         )
 
 
-def chosen(kinds: Sequence[str], there: Sequence[Iterable[tuple[int, str]]]) -> tuple[int, list[int]] | None:
-    """Returns the newest update of which every process can get its parts, and from whom; None if there is none.
+def chosen(
+    kinds: Sequence[str], there: Sequence[Iterable[tuple[Point, str]]]
+) -> tuple[Point, list[int]] | None:
+    """Returns the newest point of which every process can get its parts, and from whom; None if there is none.
+
+    The latest start goes before the highest update: the records of updates that it has not made are gone.
 
     Args:
-      kinds: the parts that each process needs. there: (update, kind) of the files that each process can read.
+      kinds: the parts that each process needs. there: (point, kind) of the files that each process can read.
     """
-    for update in sorted({update for files in there for update, _ in files}, reverse=True):
+    for point in sorted({point for files in there for point, _ in files}, reverse=True):
         sources = []
         for process, kind in enumerate(kinds):
-            holders = [one for one, files in enumerate(there) if (update, kind) in files]
+            holders = [one for one, files in enumerate(there) if (point, kind) in files]
             if not holders:
                 break
             sources.append(process if process in holders else holders[0])
         else:
-            return update, sources
+            return point, sources
     return None
 
 

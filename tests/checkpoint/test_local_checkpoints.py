@@ -22,7 +22,7 @@ from jaxfb.checkpoint.store import CannotWrite
 from jaxfb.config.operation import LocalConfig
 from jaxfb.metrics import read_jsonl
 from jaxfb.parallel.totals import checksums
-from jaxfb.training.local_tier import LocalTier, chosen, shift
+from jaxfb.training.local_tier import LocalTier, Name, chosen, shift
 from jaxfb.training.snapshot import put_back, read, taken, write
 
 EVERY = 3
@@ -158,12 +158,45 @@ def test_nothing_is_left_of_a_file_that_the_disk_could_not_take_whole(mesh, tmp_
 
 def test_the_newest_update_of_which_all_parts_are_there_is_chosen():
     a, b = "aa", "bb"
+    three, four = ("1x", 3), ("1x", 4)
     assert chosen([a], [[]]) is None
-    assert chosen([a, b], [[(3, a)], [(3, b)]]) == (3, [0, 1])
-    assert chosen([a, b], [[(4, a), (3, a)], [(3, b)]]) == (3, [0, 1])  # killed between the two writes of 4
-    assert chosen([a, b], [[], [(3, b), (3, a)]]) == (3, [1, 1])  # the disk of process 0 is lost
-    assert chosen([a, b], [[(3, a)], []]) is None
-    assert chosen([a, a], [[(3, a)], []]) == (3, [0, 0])  # replicas
+    assert chosen([a, b], [[(three, a)], [(three, b)]]) == (three, [0, 1])
+    killed_between_two_writes = [[(four, a), (three, a)], [(three, b)]]
+    assert chosen([a, b], killed_between_two_writes) == (three, [0, 1])
+    assert chosen([a, b], [[], [(three, b), (three, a)]]) == (three, [1, 1])  # the disk of process 0 is lost
+    assert chosen([a, b], [[(three, a)], []]) is None
+    assert chosen([a, a], [[(three, a)], []]) == (three, [0, 0])  # replicas
+
+
+def test_parts_of_two_starts_are_not_put_together():
+    """A disk that was away has parts of the same update that were computed before the config was changed."""
+    a, b = "aa", "bb"
+    old, new, later = ("1x", 6), ("2y", 6), ("1x", 8)
+    assert chosen([a, b], [[(new, a)], [(old, b)]]) is None
+    assert chosen([a, b], [[(new, a)], [(old, a), (old, b)]]) == (old, [1, 1])
+    assert chosen([a, b], [[(new, a), (new, b)], [(later, a), (later, b)]]) == (new, [0, 0])
+
+
+@pytest.mark.parametrize(
+    "name", ["", "4", "4_-1", "x_-1_ab", "4_-1_ab_1_2", "4_-1_ab_x", "4_-1_ab.tmp", "4_-1__000001ab", "4_-1_"]
+)
+def test_files_of_other_names_are_left_alone(name, tmp_path):
+    assert Name.of(tmp_path / "run" / name if name else tmp_path) is None
+
+
+def test_every_start_writes_under_a_name_of_its_own(mesh, tmp_path):
+    own, points = tmp_path / "run" / "process-0", []
+    for seed in (1, 2):
+        tier = LocalTier(LocalConfig(1, str(tmp_path), keep=2), "run")
+        tier.save(3, None, state_on(mesh, seed), {})
+        tier.wait()
+        points.append({Name.of(path).point for path in own.iterdir()})
+    (first,), (second,) = points[0], points[1] - points[0]
+    assert first < second and points[1] == {first, second}
+    assert sums(tier.restore(None, abstract(state_on(mesh)))[1]) == sums(state_on(mesh, 2))
+    (newer,) = own.glob(f"*_{second[0]}")
+    newer.rename(own / "_".join(newer.name.split("_")[:3]))  # as files were called before starts had names
+    assert sums(tier.restore(None, abstract(state_on(mesh)))[1]) == sums(state_on(mesh, 1))
 
 
 def test_copies_go_to_another_host_where_there_is_one():
