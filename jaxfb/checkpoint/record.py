@@ -18,6 +18,10 @@ from jaxfb.checkpoint.stored_parts import storage_of
 
 RECORD = "jaxfb"  # <step>/jaxfb/data.json: format, leaves, sums, host, digest of these
 
+SAVE_SECONDS = 7 * 24 * 3600
+"""For one save, by the system's clock, which may be set forward and goes on while a machine is suspended. A save that
+hangs is noticed by `hosts.stuck_after`, which counts neither."""
+
 
 class RecordHandler(ocp.handlers.CheckpointableHandler[Future, None]):
     """Writes a record, given as a future of a dict, into one readable JSON file; process 0 does."""
@@ -57,6 +61,7 @@ def context(alone: bool = False) -> ocp.Context:
     registry.add(RecordHandler, checkpointable_name=RECORD)
     settings = ocp.Context()
     settings.checkpointables.registry = registry
+    settings.asynchronous.timeout_secs = SAVE_SECONDS
     settings.array.saving.scoped_storage_options_creator = storage_of
     if alone:
         settings.multiprocessing.active_processes = {jax.process_index()}

@@ -88,6 +88,7 @@ class Supervisor:
             )
             self._sleep(wait)
             if self._signalled:
+                self.report(f"jaxfb: [launch] {_signal_name(self._signalled)}: the job is not started again")
                 return RESUMABLE
 
     def _run_once(self, begun: bool) -> int:

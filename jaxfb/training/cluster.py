@@ -51,7 +51,7 @@ def find_place(config: HostsConfig, environment: Mapping[str, str] = os.environ)
         return None
     local_devices = config.local_devices
     if None in given.values() and config.cluster != "none":
-        given, local_devices = _detected(given, config, environment)
+        given, local_devices = _detected_or_refused(given, config, environment)
     given = _numbered(given, environment)
     if given["processes"] == 1 or not _is_configured(given):
         return None
@@ -67,6 +67,22 @@ def _given(config: HostsConfig, environment: Mapping[str, str]) -> dict[str, str
             value = environment[variable] if name == "coordinator" else _number(variable, environment)
         given[name] = value
     return given
+
+
+def _detected_or_refused(
+    given: dict, config: HostsConfig, environment: Mapping[str, str]
+) -> tuple[dict, tuple | None]:
+    """Returns what `_detected` does; jax reads the variables of a launcher as they are."""
+    try:
+        return _detected(given, config, environment)
+    except Refused:
+        raise
+    except (ValueError, LookupError) as error:
+        raise Refused(
+            f"[hosts] what the launcher has set in the environment cannot be read: {error}; correct or unset it, or "
+            "use hosts.cluster=none, which does not look at it",
+            [{"cluster": "none"}],
+        ) from error
 
 
 def _detected(given: dict, config: HostsConfig, environment: Mapping[str, str]) -> tuple[dict, tuple | None]:

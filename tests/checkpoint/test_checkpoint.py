@@ -1,6 +1,7 @@
 """A checkpoint comes back as the same bits, on any mesh, or says in one sentence why not."""
 
 import errno
+import itertools
 import json
 import logging
 import os
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +68,17 @@ def test_reshard_is_bitwise_and_survives_donation(tmp_path):
     assert jax.tree.structure(restored) == jax.tree.structure(wanted)
     assert restored["params"]["w"].sharding == wanted["params"]["w"].sharding
     assert jax.random.bits(restored["rng"][0]) == jax.random.bits(jax.random.split(jax.random.key(0), 4)[0])
+
+
+def test_a_clock_that_is_set_forward_during_a_save_ends_nothing(tmp_path, monkeypatch):
+    """As after a suspended machine: Orbax counted an hour, and the run ended as one whose disk takes no more."""
+    hours = itertools.count()
+    clock = types.SimpleNamespace(time=lambda: time.time() + 3600 * next(hours), sleep=time.sleep)
+    monkeypatch.setattr("orbax.checkpoint._src.futures.future.time", clock)
+    with CheckpointStore(tmp_path) as store:
+        store.save(1, make_state(mesh_of(data=2)), {})
+        store.wait()
+        assert store.steps() == [1]
 
 
 def test_keeps_newest_and_best(tmp_path):

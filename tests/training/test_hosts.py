@@ -127,6 +127,17 @@ def test_half_a_place_is_refused(config, environment, sentence):
         find_place(HostsConfig(**config), environment)
 
 
+@pytest.mark.parametrize("name", ["SLURM_NTASKS", "SLURM_JOB_ID", "SLURM_STEP_TASKS_PER_NODE"])
+def test_what_a_launcher_left_behind_is_refused_in_a_sentence(name, monkeypatch):
+    """It was a sentence of Python's about the literal of an int."""
+    for variable, value in {**SLURM, name: "two"}.items():
+        monkeypatch.setenv(variable, value)
+    with pytest.raises(
+        Refused, match="set in the environment cannot be read: .*'two'; correct or unset it, or use "
+    ):
+        find_place(HostsConfig())
+
+
 def test_who_differs_in_what_is_one_sentence():
     facts = [{"jax": "0.10.2", "batch.rows": 8}, {"jax": "0.10.2", "batch.rows": 16}]
     check_agreement("config", [facts[0]] * 4, list("abcd"))
