@@ -180,7 +180,7 @@ class Hosts:
         that aborts because of it takes no more calls.
         """
         here, lost = f"process {self.index} of {self.count} ({socket.gethostname()})", None
-        if self.index and not is_answering(self._coordinator, ABORT_PATIENCE):
+        if self.index and not is_answering(str(self._coordinator), ABORT_PATIENCE):
             lost = f"process 0 of {self.count}, the coordinator at {self._coordinator}, is gone"
         elif not briefly(self._is_served, False, ABORT_PATIENCE / 2):
             lost = (
