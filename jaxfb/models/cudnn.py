@@ -103,8 +103,8 @@ def among(
     """
 
     def attend(query, queries):
-        cast = (x.astype(query.dtype) for x in (key, value))
-        return _call(query, *cast, _bias(queries, keys, window, query.dtype))
+        dtype = query.dtype
+        return _call(query, key.astype(dtype), value.astype(dtype), _bias(queries, keys, window, dtype))
 
     # the backward makes the bias again, but keeps what the kernel found
     block = jax.checkpoint(attend, policy=lambda primitive, *_, **__: primitive.name == _KEPT)
