@@ -1,20 +1,23 @@
 """Fixed cases agree with one device, and every kind of fault put into the engine is found."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import users
 from marks import some_slow
 
 import jaxfb
+from jaxfb.checking import trial
 from jaxfb.checking.case import Case
 from jaxfb.checking.outcome import DIFFERENT, FAILED, REFUSED, SAME
 from jaxfb.checking.program import program
 from jaxfb.checking.trial import try_case
 from jaxfb.forward_backward import calls
-from jaxfb.types import Sum
+from jaxfb.types import Last, Sum
 
 SMALL = Case(
     model="loss",
@@ -207,3 +210,12 @@ def test_what_is_no_model_or_batch_is_refused(own, words):
 def test_float64_is_compared_in_float64_in_a_program_that_computes_in_float32():
     with jax.enable_x64(False):
         assert try_case(SMALL).status == SAME
+
+
+def test_a_metric_that_is_near_zero_in_one_microbatch_is_measured_by_the_others():
+    of_each = [{"last": Last(np.float64(1))}, {"last": Last(np.float64(1e-4))}]
+    want = SimpleNamespace(
+        terms={}, metrics={"last": Last(np.float64(1e-4))}, metrics_of_microbatches=of_each
+    )
+    got = SimpleNamespace(per_microbatch={"last": Last(np.array([1, 1.001e-4]))})
+    assert trial._of_metrics_by_microbatch(got, want, 1e-4).size == pytest.approx(1e-7)
