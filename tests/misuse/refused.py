@@ -1,9 +1,11 @@
 """Calls that are refused with advice: a function, and arguments of which one or two are wrong."""
 
 import dataclasses
+import os
 import pathlib
 import tempfile
 from types import SimpleNamespace
+from unittest import mock
 
 import jax
 import numpy as np
@@ -197,6 +199,20 @@ def place(**given):
     return find_place(
         HostsConfig(**{"coordinator": "localhost:1", "processes": 2, "process_id": 0, **given}), {}
     )
+
+
+def left_behind(cluster):
+    """A place where a launcher of jobs left a variable that is no number, which jax reads from os.environ."""
+    left = {
+        "SLURM_JOB_ID": "two",
+        "SLURM_STEP_NODELIST": "node[003-004]",
+        "SLURM_NTASKS": "2",
+        "SLURM_PROCID": "1",
+        "SLURM_LOCALID": "0",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    }
+    with mock.patch.dict(os.environ, left):
+        return find_place(HostsConfig(cluster=cluster))
 
 
 def packed_step(dropout=True):
@@ -547,4 +563,5 @@ REFUSED = [
     *((place, wrong) for wrong in (dict(coordinator="host"), dict(coordinator=""), dict(process_id=2))),
     *((find_place_of, wrong) for find_place_of in (lambda cluster: find_place(HostsConfig(cluster=cluster), {}),)
       for wrong in (dict(cluster="slurmm"), dict(cluster="slurm"))),
+    (left_behind, dict(cluster="auto")),
 ]  # fmt: skip
