@@ -439,7 +439,7 @@ MUTATIONS = (
     ),
     Mutation(
         "exchanged_heads_counted_as_cut_sequences",
-        "planner/counts.py",
+        "planner/attends.py",
         'return None if method == "all_to_all" else method',
         "return method",
         "planner/test_formula.py::test_heads_in_place_of_tokens_attend_as_on_one_device",
@@ -600,14 +600,14 @@ MUTATIONS = (
     ),
     Mutation(
         "windows_end_with_whole_blocks",
-        "planner/formula_time.py",
+        "planner/formula_attention.py",
         "-(-((window or length) - 1) // block)",
         "((window or length) - 1) // block",
         "planner/test_formula_attention.py::test_kernels_multiply_whole_blocks_at_both_ends_of_a_window",
     ),
     Mutation(
         "heads_without_tiles",
-        "planner/counts.py",
+        "planner/widths.py",
         "tile = splash.LANES if",
         "tile = 1 if",
         "planner/test_formula_attention.py::test_heads_fill_tiles_on_a_tpu_alone",
@@ -2109,7 +2109,7 @@ MUTATIONS = (
     ),
     Mutation(
         "formula_keeps_the_answer_of_an_mlp",
-        "planner/counts.py",
+        "planner/widths.py",
         "width = _attention_width(sizes, answer) + 2 * _middle_width(config, sizes)",
         "width = _attention_width(sizes, answer) + 3 * _middle_width(config, sizes)",
         "planner/test_formula.py::test_selective_keeps_what_the_backward_reads",
@@ -2123,7 +2123,7 @@ MUTATIONS = (
     ),
     Mutation(
         "formula_lets_early_pieces_wait_for_none",
-        "planner/formula_time.py",
+        "planner/formula_attention.py",
         "splash.block_size(together)) * waiting_turns(config)",
         "splash.block_size(together))",
         "planner/test_formula.py::test_memory_and_time_of_real_sizes_on_tpus_are_near_the_compilers",

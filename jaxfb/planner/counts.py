@@ -14,7 +14,6 @@ from jaxfb.config import Config
 from jaxfb.config.adapters import trained_patterns
 from jaxfb.forward_backward.ahead import gathers_ahead, halves_pay
 from jaxfb.forward_backward.last_microbatch import obstacle_to_overlap, overlaps
-from jaxfb.models import cudnn, splash, splash_gather
 from jaxfb.models.config import TransformerConfig, num_params, seen_share
 from jaxfb.models.layout import layers_of_stages
 from jaxfb.models.pattern import stack_of
@@ -199,7 +198,7 @@ def _share_of_first_half(sizes: TransformerConfig) -> float:
 
 def tokens_of_microbatch(config: Config) -> int:
     """Returns the tokens of a microbatch on one device."""
-    return _rows_per_microbatch(config) * config.data.sequence_length // config.mesh.context
+    return rows_per_microbatch(config) * config.data.sequence_length // config.mesh.context
 
 
 def tokens_of_piece(config: Config) -> int:
@@ -220,133 +219,12 @@ def mean_over_layers(config: Config, sizes: TransformerConfig, of_word: Callable
     return sum(of_word(word) * layers for word, layers in parts) / layers_here(config, sizes)
 
 
-def hidden_width(config: Config, sizes: TransformerConfig) -> float:
-    """Returns the numbers of a token's hidden state on one device."""
-    return sizes.hidden_size / (config.mesh.tensor if sizes.sequence_parallel else 1)
-
-
-def widest_of_attention(sizes: TransformerConfig) -> int:
-    """Returns the most numbers of a token that a product into attention gives, or the hidden state if that has more."""
-    expanded = _expanded_size(sizes) * sizes.num_heads if sizes.latent else 0
-    return max(expanded, sizes.num_heads * sizes.head_size, sizes.hidden_size)
-
-
-def kept_hidden_width(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
-    """Returns the numbers of a token's hidden state that a device keeps for the backward: in the slots of a pipeline
-    XLA for TPUs cuts it over `tensor`.
-    """
-    cut = config.mesh.pipe > 1 and topology.platform == "tpu"
-    return sizes.hidden_size / config.mesh.tensor if cut else hidden_width(config, sizes)
-
-
 def schedule_name(config: Config) -> str:
     return config.schedule or default_name(config.chunks, config.parallel.pieces)
 
 
 def schedule_kind(config: Config) -> Kind:
     return kind_of(schedule_name(config))
-
-
-def product_width(sizes: TransformerConfig) -> float:
-    """Returns how many numbers a layer's products with weights give, a token, in the mean."""
-    width = 2 * (sizes.num_heads + sizes.num_kv_heads) * sizes.head_size
-    if sizes.latent:
-        width = _latent_width(sizes) + sizes.hidden_size
-    of_mlps = sum(number * _mlp_width(one) for one, number in stack_of(sizes).counted())
-    return width + 3 * of_mlps / sizes.num_layers
-
-
-def dense_width(sizes: TransformerConfig) -> float:
-    """Returns how many numbers a token has in the middle of a layer's MLP without experts, in the mean."""
-    of_mlps = sum(number * one.mlp_size for one, number in stack_of(sizes).counted() if not one.num_experts)
-    return of_mlps / sizes.num_layers
-
-
-def inner_width(sizes: TransformerConfig) -> float:
-    """Returns how many numbers the last products of a layer's MLP or experts multiply, a token, in the mean."""
-    of_experts = sum(
-        number * one.experts_per_token * one.expert_mlp_size
-        for one, number in stack_of(sizes).counted()
-        if one.num_experts
-    )
-    return dense_width(sizes) + of_experts / sizes.num_layers
-
-
-def kept_width(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
-    """Returns how many numbers of a token a layer keeps of its products for the backward, in the mean.
-
-    Beside its input: what attention is made from, its answer before and after the last product, and both halves of an
-    MLP's middle, of experts with the space that there is for rows. An MLP's answer is not needed again.
-    """
-    answer = _size_of_answer(config, sizes, topology)
-    width = _attention_width(sizes, answer) + 2 * _middle_width(config, sizes)
-    return width / config.mesh.tensor + kept_hidden_width(config, sizes, topology)
-
-
-def saved_width(config: Config, sizes: TransformerConfig, topology: Topology, remat: str) -> float:
-    """Returns how many numbers of a token wait, in a layer, for a pass that takes the weights' gradients alone.
-
-    The gradients of what the layer's products give, and what they multiply: of attention and of an MLP the normed
-    input and the answer in front of the last product. With every residual kept, the gradients alone.
-    """
-    width, middle = _attention_width(sizes), _middle_width(config, sizes)
-    hidden = kept_hidden_width(config, sizes, topology)
-    if remat == "none":
-        values = sizes.num_heads * (sizes.latent.value_size if sizes.latent else sizes.head_size)
-        return (width - values + 2 * middle) / config.mesh.tensor + 2 * hidden
-    return (width + 3 * middle) / config.mesh.tensor + 4 * hidden
-
-
-def _attention_width(sizes: TransformerConfig, size_of_answer: int | None = None) -> int:
-    """Returns how many numbers of a token attention is made from, and its answer before the last product.
-
-    size_of_answer: of one head, if not that of its values.
-    """
-    if sizes.latent:
-        return _latent_width(sizes) + sizes.num_heads * (size_of_answer or sizes.latent.value_size)
-    sides = (sizes.num_heads + 2 * sizes.num_kv_heads) * sizes.head_size
-    return sides + sizes.num_heads * (size_of_answer or sizes.head_size)
-
-
-def _size_of_answer(config: Config, sizes: TransformerConfig, topology: Topology) -> int | None:
-    """Returns the numbers of a head's answer where a kernel gives it in 16 bits: as many as of its keys, on a TPU in
-    whole tiles.
-    """
-    if computed_bytes(config) > 2 or not runs_flash(config, sizes, topology):
-        return None
-    tile = splash.LANES if topology.platform == "tpu" else 1
-    return -(-sizes.head_size // tile) * tile
-
-
-def padding_width(config: Config, sizes: TransformerConfig, topology: Topology) -> int:
-    """Returns how many numbers of a token are zeros or fill tiles in what a kernel of attention reads and gives."""
-    if (size := _size_of_answer(config, sizes, topology)) is None:
-        return 0
-    values = sizes.latent.value_size if sizes.latent else sizes.head_size
-    of_keys, heads = size - sizes.head_size, sizes.num_heads
-    return (2 * heads + sizes.num_kv_heads) * of_keys + sizes.num_kv_heads * (size - values)
-
-
-def _middle_width(config: Config, sizes: TransformerConfig) -> float:
-    """Returns how many numbers of a token are in the middle of an MLP, or of experts with the space for their rows, in
-    the mean.
-    """
-    middle = sum(
-        number * (one.shared_expert_size + _experts_width(config, one) if one.num_experts else one.mlp_size)
-        for one, number in stack_of(sizes).counted()
-    )
-    return middle / sizes.num_layers
-
-
-def _experts_width(config: Config, sizes: TransformerConfig) -> float:
-    """Returns how many numbers of a token one of an expert's first products gives, empty rows included."""
-    return row_space(config, sizes) * sizes.experts_per_token * sizes.expert_mlp_size
-
-
-def row_space(config: Config, sizes: TransformerConfig) -> float:
-    """Returns the rows that a device's experts have space for at a time, over those that its tokens' choices make."""
-    axis = config.mesh.expert
-    return axis if sizes.expert_buffer is None else min(sizes.expert_buffer, axis)
 
 
 def stored_bytes(config: Config) -> int:
@@ -387,35 +265,15 @@ _STATES: dict[str, float] = {}
 """Bytes of optimizer state a trained number of four bytes, by what it depends on."""
 
 
-def _latent_width(sizes: TransformerConfig) -> int:
-    """Returns the numbers of a token's short vectors, queries, keys and values in latent attention."""
-    latent = sizes.latent
-    assert latent is not None
-    expanded = sizes.head_size + _expanded_size(sizes)
-    return latent.norm_params + latent.rotary_size + sizes.num_heads * expanded
-
-
-def _expanded_size(sizes: TransformerConfig) -> int:
-    """Returns the numbers of a head's key and value that are made from a token's short vector."""
-    latent = sizes.latent
-    assert latent is not None
-    return sizes.head_size - latent.rotary_size + latent.value_size
-
-
-def _mlp_width(sizes: TransformerConfig) -> int:
-    if not sizes.num_experts:
-        return sizes.mlp_size
-    return sizes.experts_per_token * sizes.expert_mlp_size + sizes.shared_expert_size
-
-
-def _rows_per_microbatch(config: Config) -> int:
+def rows_per_microbatch(config: Config) -> int:
+    """Returns the rows of a replica's microbatch, which are known once the layout is."""
     assert config.batch.rows_per_microbatch is not None  # `make_verdict` fills it in
     return config.batch.rows_per_microbatch
 
 
 def num_microbatches(config: Config) -> float:
     mesh = config.mesh
-    return config.batch.rows / (mesh.data * mesh.fsdp * mesh.expert) / _rows_per_microbatch(config)
+    return config.batch.rows / (mesh.data * mesh.fsdp * mesh.expert) / rows_per_microbatch(config)
 
 
 def short_schedule(config: Config) -> Schedule:
@@ -446,67 +304,3 @@ def turns_of_layers(config: Config) -> float:
         return 1.0
     idle = schedule_kind(config).fill(config.mesh.pipe)
     return 1 + idle / (config.chunks * num_microbatches(config) * config.parallel.pieces)
-
-
-def runs_flash(config: Config, sizes: TransformerConfig, topology: Topology) -> bool:
-    """Returns True if attention never makes scores: GPUs run cuDNN's and a TPU splash, where they can."""
-    dtype, mesh = jnp.dtype(config.precision.compute_dtype), config.mesh
-    if topology.platform == "cpu" or sizes.attention == "xla":
-        return False
-    attends = attends_over(config, sizes, topology)
-    if topology.platform == "gpu":
-        return attends != "ring" and dtype.itemsize == 2 and sizes.variant.has_plain_scores
-    if attends is None:
-        if sizes.num_kv_heads // mesh.context % mesh.tensor and mesh.context > 1:
-            return False
-        return splash.refused_sizes(dtype, config.data.sequence_length, sizes.head_size) is None
-    kernels = attends == "all_gather" or (attends == "ring" and sizes.window is None)
-    return kernels and _context_refusal(config, sizes, attends == "all_gather") is None
-
-
-def attends_over(config: Config, sizes: TransformerConfig, topology: Topology) -> str | None:
-    """Returns how devices of a context axis attend to each other's keys; None where each attends to whole sequences, as
-    with all_to_all.
-    """
-    if config.mesh.context == 1:
-        return None
-    method = context_method(config, sizes, topology)
-    return None if method == "all_to_all" else method
-
-
-def scores_at_once(config: Config, sizes: TransformerConfig, topology: Topology) -> bool:
-    """Returns True if a device makes all scores of its queries at once, those that are masked too: to gathered keys,
-    without kernels.
-    """
-    gathered = attends_over(config, sizes, topology) == "all_gather"
-    return gathered and not runs_flash(config, sizes, topology)
-
-
-def context_method(config: Config, sizes: TransformerConfig, topology: Topology) -> str:
-    """Returns how devices of a context axis attend to each other's tokens, as `models.attend.context_method`."""
-    if sizes.context_attention != "auto":
-        return sizes.context_attention
-    if topology.platform == "gpu":
-        return _method_of_gpus(config, sizes)
-    kernels = topology.platform == "tpu" and sizes.attention != "xla"
-    return "all_gather" if kernels and _context_refusal(config, sizes, gathers=True) is None else "ring"
-
-
-def _method_of_gpus(config: Config, sizes: TransformerConfig) -> str:
-    mesh, half = config.mesh, config.data.sequence_length // (2 * config.mesh.context)
-    dtype = jnp.dtype(config.precision.compute_dtype)
-    query = jax.ShapeDtypeStruct((1, half, sizes.num_heads, sizes.head_size), dtype)
-    asked = "cudnn" if sizes.attention == "auto" else sizes.attention  # the GPU is not at hand
-    if not cudnn.runs(asked, query, packed=True, plain=sizes.variant.has_plain_scores):
-        return "ring"
-    return "all_gather" if sizes.num_kv_heads % (mesh.context * mesh.tensor) else "all_to_all"
-
-
-def _context_refusal(config: Config, sizes: TransformerConfig, gathers: bool) -> str | None:
-    """Returns why a TPU's kernels cannot attend over the context axis, or None."""
-    dtype, length = (
-        jnp.dtype(config.precision.compute_dtype),
-        config.data.sequence_length // config.mesh.context,
-    )
-    refused = splash.refused_sizes(dtype, length // 2, sizes.head_size)
-    return refused or (splash_gather.refused_length(length, config.mesh.context) if gathers else None)

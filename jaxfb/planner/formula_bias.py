@@ -16,7 +16,8 @@ from jaxfb.config import Config
 from jaxfb.models import cudnn
 from jaxfb.models.config import TransformerConfig, seen_share
 from jaxfb.models.pattern import stack_of
-from jaxfb.planner.counts import attention_flops, computed_bytes, context_method, has_backward, runs_flash
+from jaxfb.planner.attends import context_method, runs_flash
+from jaxfb.planner.counts import attention_flops, computed_bytes, has_backward, rows_per_microbatch
 from jaxfb.planner.topology import Topology
 
 
@@ -40,7 +41,7 @@ def memory(config: Config, sizes: TransformerConfig, topology: Topology) -> floa
     if not found.causal:
         sizes_of_blocks = (cudnn.block_size(_queries(config, queries), keys) for queries, keys in blocks)
         blocks = [(size, keys) for size, (_, keys) in zip(sizes_of_blocks, blocks, strict=True)]
-    return computed_bytes(config) * _rows(config) * max(math.prod(block) for block in blocks)
+    return computed_bytes(config) * rows_per_microbatch(config) * max(math.prod(block) for block in blocks)
 
 
 def traffic(config: Config, sizes: TransformerConfig, topology: Topology, again: float) -> float:
@@ -93,10 +94,7 @@ def _over_layers(
     return sum(number * count(_calls(config, sizes, topology, one.window)) for one, number in layers)
 
 
-def _rows(config: Config) -> int:
-    assert config.batch.rows_per_microbatch is not None  # `make_verdict` fills it in
-    return config.batch.rows_per_microbatch
-
-
 def _queries(config: Config, length: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((_rows(config), length, 1, 8), jnp.dtype(config.precision.compute_dtype))
+    return jax.ShapeDtypeStruct(
+        (rows_per_microbatch(config), length, 1, 8), jnp.dtype(config.precision.compute_dtype)
+    )

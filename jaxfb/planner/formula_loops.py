@@ -11,7 +11,6 @@ from jaxfb.config import Config
 from jaxfb.models.config import TransformerConfig
 from jaxfb.planner.counts import (
     computed_bytes,
-    dense_width,
     has_backward,
     layers_here,
     num_microbatches,
@@ -20,6 +19,7 @@ from jaxfb.planner.counts import (
 )
 from jaxfb.planner.formula_time import exposed_share, forwards_again, tensor_seconds
 from jaxfb.planner.topology import Topology
+from jaxfb.planner.widths import dense_width
 from jaxfb.platforms import compiler
 
 _WAITS = 1.36

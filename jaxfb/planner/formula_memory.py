@@ -8,31 +8,20 @@ from jaxfb.config import Config
 from jaxfb.forward_backward.overwriting import overwriting_pays
 from jaxfb.models.config import TransformerConfig, seen_share
 from jaxfb.planner import formula_bias
+from jaxfb.planner.attends import attends_over, context_method, runs_flash, scores_at_once
 from jaxfb.planner.counts import (
-    attends_over,
     computed_bytes,
-    context_method,
     copied_numbers,
-    dense_width,
     gathers_layers,
     has_backward,
     held_experts,
     held_numbers,
-    hidden_width,
-    kept_hidden_width,
-    kept_width,
     layers_by_remat,
     layers_here,
     num_microbatches,
-    padding_width,
-    product_width,
     reduced_bytes,
     reduces_beside,
-    row_space,
-    runs_flash,
-    saved_width,
     schedule_kind,
-    scores_at_once,
     share_ahead,
     share_gathered,
     short_schedule,
@@ -43,11 +32,21 @@ from jaxfb.planner.counts import (
     tokens_of_microbatch,
     tokens_of_piece,
     trained_numbers,
-    widest_of_attention,
 )
 from jaxfb.planner.formula_pieces import pieces_in_flight, read_bytes, waiting_bytes
 from jaxfb.planner.formula_tables import head_bytes
 from jaxfb.planner.topology import Topology
+from jaxfb.planner.widths import (
+    dense_width,
+    hidden_width,
+    kept_hidden_width,
+    kept_width,
+    padding_width,
+    product_width,
+    row_space,
+    saved_width,
+    widest_of_attention,
+)
 from jaxfb.platforms import compiler
 from jaxfb.platforms.kinds import V5E
 from jaxfb.recomputation import remat_parts

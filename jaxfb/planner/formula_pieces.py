@@ -6,13 +6,13 @@ from jaxfb.config import Config
 from jaxfb.models.config import TransformerConfig
 from jaxfb.planner.counts import (
     computed_bytes,
-    hidden_width,
     layers_here,
     short_schedule,
     tokens_of_microbatch,
     tokens_of_piece,
 )
 from jaxfb.planner.piece_turns import mean_turns
+from jaxfb.planner.widths import hidden_width
 
 _CACHED, _READ = 4, 4 + 4
 """Bytes of a key's or value's gradient beside the number itself: in a cache, in float32; and while a layer's backward

@@ -6,36 +6,28 @@ import math
 
 from jaxfb.config import Config
 from jaxfb.mesh import AXES
-from jaxfb.models import splash
 from jaxfb.models.adapted import lora_of
-from jaxfb.models.config import TransformerConfig, flops_per_token, seen_share, twice_seen
+from jaxfb.models.config import TransformerConfig, flops_per_token
 from jaxfb.models.pattern import stack_of
 from jaxfb.planner import formula_bias
+from jaxfb.planner.attends import context_method, runs_flash
 from jaxfb.planner.chips import Chip
 from jaxfb.planner.counts import (
-    attends_over,
-    attention_flops,
     computed_bytes,
-    context_method,
     flops_counted,
     gathers_before_use,
     gathers_layers,
     has_backward,
     held_experts,
     held_numbers,
-    hidden_width,
-    inner_width,
     layers_by_remat,
     layers_here,
     mean_over_layers,
     num_microbatches,
     num_shards,
-    product_width,
     reduced_bytes,
     reduces_beside,
-    runs_flash,
     schedule_kind,
-    scores_at_once,
     share_ahead,
     share_gathered,
     share_of_layers,
@@ -45,20 +37,18 @@ from jaxfb.planner.counts import (
     trained_numbers,
     turns_of_layers,
 )
+from jaxfb.planner.formula_attention import flops_of_kernels, score_bytes
 from jaxfb.planner.formula_by_device import waits
 from jaxfb.planner.formula_memory import gradient_bytes
-from jaxfb.planner.formula_pieces import waiting_turns
 from jaxfb.planner.formula_tables import spared_bytes
 from jaxfb.planner.topology import Topology
+from jaxfb.planner.widths import hidden_width, inner_width, product_width
 from jaxfb.platforms import compiler
 from jaxfb.platforms.kinds import V6E
 
 _FORWARDS_AGAIN = {"none": 0, "selective": 0, "layer": 1, "halves": 1, "offload": 1, "full": 2}
 """How often the forward of a layer runs again in a pipeline; in one stage "full" is "layer". The last time it leaves
 out a dense MLP's last product, which no gradient needs."""
-_SCORE_BYTES = {"none": 30}
-"""Read and written a query, key and head, where attention makes scores: of two models at two lengths; 35 where
-the forward runs again."""
 _MOVED, _MOVED_IN_PIPELINE, _MOVED_WITH_RESIDUALS = 24, 34, 42
 """Reads and writes of as many numbers as a layer's products give, beside the products' own: 21 to 28 of one stage, 29
 to 38 of a pipeline, 40 to 44 of one that keeps every residual in its slots."""
@@ -116,7 +106,7 @@ def _flops_per_token(config: Config, sizes: TransformerConfig, topology: Topolog
     )
     left_out = min(again, 1) * 2 * sizes.hidden_size * inner_width(sizes) * sizes.num_layers
     layers = (
-        counted.layers + again * forward - left_out + _flops_of_kernels(config, sizes, topology, again / 3)
+        counted.layers + again * forward - left_out + flops_of_kernels(config, sizes, topology, again / 3)
     )
     return layers * of_layers * share_of_layers(config, sizes) * config.mesh.pipe, counted.head
 
@@ -129,47 +119,6 @@ def forwards_again(config: Config, sizes: TransformerConfig) -> float:
     return mean_over_layers(
         config, sizes, lambda remat: _FORWARDS_AGAIN[remat if in_pipeline or remat != "full" else "layer"]
     )
-
-
-def _flops_of_kernels(config: Config, sizes: TransformerConfig, topology: Topology, again: float) -> float:
-    """Counts what a token takes more of splash's kernels: scores twice more in the backward, of which there are seven
-    products in place of four, and blocks on the diagonal of which half is masked; of pieces of a sequence, the wait for
-    late ones. Where all scores are made at once, those that are masked.
-    """
-    if scores_at_once(config, sizes, topology):
-        counted = seen_share(sizes, config.data.sequence_length)
-        passes = 3 * (1 + again) if has_backward(config, sizes) else 1
-        return attention_flops(config, sizes) * (2 / counted - 1) * passes
-    if topology.platform == "gpu":
-        return formula_bias.flops(config, sizes, topology) * (
-            (3 * (1 + again)) if has_backward(config, sizes) else 1
-        )
-    if topology.platform != "tpu" or not runs_flash(config, sizes, topology):
-        return 0.0
-    length, attention = config.data.sequence_length, 3 * attention_flops(config, sizes)
-    # the context axis cuts a row into twice its size
-    whole = attends_over(config, sizes, topology) is None
-    together = length if whole else length // (2 * config.mesh.context)
-    turns = _blocks_over_seen(sizes, length, splash.block_size(together)) * waiting_turns(config)
-    if not has_backward(config, sizes):
-        return attention / 3 * (turns - 1)
-    return attention * ((1.5 + again) * turns - 1 - again)
-
-
-def _blocks_over_seen(sizes: TransformerConfig, length: int, block: int) -> float:
-    """Returns how many keys are in the blocks that a kernel multiplies with a query, over those that the query sees:
-    half of the block on the diagonal is masked, and with a window half of the one at its other end.
-    """
-    kinds = list(stack_of(sizes).counted())
-    multiplied = sum(number * _keys_in_blocks(one.window, length, block) for one, number in kinds)
-    return 2 * multiplied / sum(number * twice_seen(one.window, length) for one, number in kinds)
-
-
-def _keys_in_blocks(window: int | None, length: int, block: int) -> float:
-    """Returns the keys in all blocks of which a query sees some, in the mean over a row's queries."""
-    before = -(-((window or length) - 1) // block)
-    blocks = range(length // block)
-    return block * sum(1 + min(place, before) for place in blocks) / len(blocks)
 
 
 def step_flops(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
@@ -191,7 +140,7 @@ def work_seconds(config: Config, sizes: TransformerConfig, topology: Topology) -
     of_products = mean_over_layers(config, sizes, lambda remat: with_residuals.get(remat, share))
     each = computed_bytes(config)
     read = each * moved * of_products * product_width(sizes) * sizes.num_layers
-    read += _score_bytes(config, sizes, topology) + _adapter_bytes(config, sizes)
+    read += score_bytes(config, sizes, topology) + _adapter_bytes(config, sizes)
     read *= 1 if has_backward(config, sizes) else 1 / 3
     read += formula_bias.traffic(config, sizes, topology, forwards_again(config, sizes))
     if config.mesh.tensor > 1:
@@ -451,12 +400,3 @@ def _rate(config: Config, chip: Chip, *axes: str, neighbours: bool = False) -> f
         along = range(0, (2 if neighbours else sizes[axis]) * stride, stride)
         group = [place + step for place in group for step in along]
     return chip.group_bandwidth(group)
-
-
-def _score_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
-    """Counts what is read and written for one token's attention where no flash kernel runs."""
-    if runs_flash(config, sizes, topology):
-        return 0.0
-    passes = mean_over_layers(config, sizes, lambda remat: _SCORE_BYTES.get(remat, 35))
-    length = config.data.sequence_length
-    return passes * sizes.num_heads * length * seen_share(sizes, length) * sizes.num_layers

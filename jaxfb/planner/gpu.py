@@ -143,7 +143,7 @@ def takes_flash(config: Config, topology: Topology) -> bool:
     Raises:
       ValueError: "cudnn" was asked for where it cannot run.
     """
-    from jaxfb.planner.counts import attends_over
+    from jaxfb.planner.attends import attends_over
     from jaxfb.planner.job import abstract_device, abstract_mesh, model_sizes
     from jaxfb.training.from_config.sizes import check_attention
 

@@ -23,7 +23,7 @@ from jaxfb.models.attention import check_backend, choose_backend, packed_attenti
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params, transformer
 from jaxfb.parallel.scores import Scores
-from jaxfb.planner import counts, parse_topology
+from jaxfb.planner import attends, parse_topology
 from jaxfb.planner.job import model_sizes
 from jaxfb.planner.routing import equations
 
@@ -165,7 +165,7 @@ def test_the_planner_chooses_as_the_model_does_over_a_context_axis():
         given = [f"model.{name}={value}" for name, value in options.items()]
         given += ["mesh.cp=4", f"data.sequence_length={length}", f"data.packing={packing}"]
         config = load_config("configs/8b.yaml", given)
-        return counts.context_method(config, model_sizes(config), parse_topology(topology))
+        return attends.context_method(config, model_sizes(config), parse_topology(topology))
 
     assert counted() == "all_gather"
     assert counted(attention="xla") == counted(length=512) == "ring"

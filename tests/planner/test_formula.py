@@ -10,7 +10,8 @@ from jaxfb.config import load_config
 from jaxfb.mesh import mesh_sizes
 from jaxfb.models.config import num_params
 from jaxfb.planner import formula_tables, formula_time, parse_topology
-from jaxfb.planner.counts import scores_at_once, stored, trained_numbers, turns_of_layers
+from jaxfb.planner.attends import scores_at_once
+from jaxfb.planner.counts import stored, trained_numbers, turns_of_layers
 from jaxfb.planner.formula import estimate
 from jaxfb.planner.formula_by_device import waits
 from jaxfb.planner.formula_loops import loop_seconds
