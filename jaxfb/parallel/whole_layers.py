@@ -31,21 +31,21 @@ def map_whole_layers(
     Returns:
       The same, cut in the same way.
     """
-    cut = _cut(place, x.ndim)
+    cut = _axes_of(place, x.ndim)
     axes = _shares(place.mesh, cut, x.shape[0])
     if not axes:
         return jax.vmap(function)(x)
     # an axis at a time: of several XLA makes no exchange, but gathers all
-    ways = [_Way(cut[0], axes[:moved], _without(cut[1:], axes[:moved])) for moved in range(len(axes) + 1)]
+    cuts = [_Cut(cut[0], axes[:moved], _without(cut[1:], axes[:moved])) for moved in range(len(axes) + 1)]
     by_stage = x.reshape(_size(place.mesh, cut[0]), -1, *x.shape[1:])
     beyond = [(0, 0), (0, -by_stage.shape[1] % _size(place.mesh, axes))] + [(0, 0)] * (x.ndim - 1)
     padded = jnp.pad(by_stage, beyond, constant_values=1)  # no zeros: a function may divide by a norm
-    whole = reduce(partial(_put, place.mesh), ways, padded)
-    found = reduce(partial(_put, place.mesh), reversed(ways), jax.vmap(jax.vmap(function))(whole))
+    whole = reduce(partial(_put, place.mesh), cuts, padded)
+    found = reduce(partial(_put, place.mesh), reversed(cuts), jax.vmap(jax.vmap(function))(whole))
     return found[:, : by_stage.shape[1]].reshape(x.shape)
 
 
-class _Way(NamedTuple):
+class _Cut(NamedTuple):
     """Describes how [stages, layers, ...] are cut."""
 
     stages: Axes
@@ -53,8 +53,8 @@ class _Way(NamedTuple):
     others: tuple[Axes, ...]
 
 
-def _put(mesh: Mesh | AbstractMesh, x: jax.Array, way: _Way) -> jax.Array:
-    return lax.with_sharding_constraint(x, NamedSharding(mesh, P(way.stages, way.layers, *way.others)))
+def _put(mesh: Mesh | AbstractMesh, x: jax.Array, cut: _Cut) -> jax.Array:
+    return lax.with_sharding_constraint(x, NamedSharding(mesh, P(cut.stages, cut.layers, *cut.others)))
 
 
 def _shares(mesh: Mesh | AbstractMesh, cut: tuple[Axes, ...], layers: int) -> Axes:
@@ -68,7 +68,7 @@ def _shares(mesh: Mesh | AbstractMesh, cut: tuple[Axes, ...], layers: int) -> Ax
     return tuple(axis for axis in chosen if mesh.shape[axis] > 1)
 
 
-def _cut(place: NamedSharding, ndim: int) -> tuple[Axes, ...]:
+def _axes_of(place: NamedSharding, ndim: int) -> tuple[Axes, ...]:
     """Returns the axes along which each dimension is cut."""
     named = [() if dim is None else (dim,) if isinstance(dim, str) else tuple(dim) for dim in place.spec]
     return (*named, *[()] * (ndim - len(named)))

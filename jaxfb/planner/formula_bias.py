@@ -45,14 +45,19 @@ def memory(config: Config, sizes: TransformerConfig, topology: Topology) -> floa
 
 
 def traffic(config: Config, sizes: TransformerConfig, topology: Topology, again: float) -> float:
-    """Counts bytes read and written for one token of a device, in all layers and passes: each writes and reads a bias,
-    and the backward writes its gradient.
+    """Counts bytes read and written for one token of a device, in all layers and passes: each forward writes and reads
+    a bias, the backward reads it, which blocks write again for it, and writes its gradient.
     """
     if not _has_bias(config, sizes, topology):
         return 0.0
-    passes = 2 * (2 + again) + 1 if has_backward(config, sizes) else 2
-    scores = _over_layers(config, sizes, topology, lambda calls: calls.scores)
-    return computed_bytes(config) * passes * scores * config.mesh.context / config.data.sequence_length
+    forward = 2 * (1 + again)
+    scores = _over_layers(
+        config,
+        sizes,
+        topology,
+        lambda calls: calls.scores * (forward + has_backward(config, sizes) * (2 if calls.causal else 3)),
+    )
+    return computed_bytes(config) * scores * config.mesh.context / config.data.sequence_length
 
 
 def flops(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
