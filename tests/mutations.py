@@ -812,6 +812,13 @@ MUTATIONS = (
     ),
     # data
     Mutation(
+        "held_out_tokens_are_trained_on",
+        "data/token_shards.py",
+        "both = {file.path for file in files} & {file.path for file in held_out_files}",
+        "both = {file.name for file in files} & {file.path for file in held_out_files}",
+        "data/test_corpus.py::test_a_token_file_that_is_held_out_is_not_trained_on",
+    ),
+    Mutation(
         "position_of_the_padding",
         "data/loader.py",
         "return min(stop, self._end), self._batch(start, stop - start)",

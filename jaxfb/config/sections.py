@@ -7,6 +7,7 @@ those of a run's operation (checkpoints, records, hosts) in `operation.py`, `dat
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -103,6 +104,7 @@ class AnyRunConfig:
         positive("run", max_nonfinite=self.max_nonfinite, minutes=self.minutes, stop_at=self.stop_at)
         seed_in_range("run", self.seed)
         directory_is_named("run", self.dir)
+        object.__setattr__(self, "dir", os.path.expanduser(self.dir))  # not a directory called ~
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ ABANDONED_AFTER_SECONDS = 24 * 3600
 def cache_directory(configured: str | None = None) -> Path:
     """Returns `configured`, else $JAXFB_CACHE/data, else $XDG_CACHE_HOME/jaxfb/data, else .cache/jaxfb-data."""
     if configured:
-        return Path(configured)
+        return Path(os.path.expanduser(configured))
     if os.environ.get("JAXFB_CACHE"):
         return Path(os.environ["JAXFB_CACHE"]) / "data"
     if os.environ.get("XDG_CACHE_HOME"):

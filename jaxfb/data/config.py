@@ -13,6 +13,9 @@ from jaxfb.refusal import INT32, INT64, Refused, instance, integer, number, only
 
 _WHO = "[data]"
 SMALLEST_VOCAB = 257  # every byte, and the one token that stands between documents
+LEAST_SHARE = (
+    1e-6  # of a source in a mixture; a block of its order has as many rows as one of that source needs
+)
 LARGEST_VOCAB = 2**22  # the trainer of the tokenizers library asks for the memory of them all at once
 
 
@@ -120,6 +123,18 @@ class DataConfig:
         return replace(self, mixture={}, tokenizer=tokenizer, **own)
 
 
+def check_shares(weights: Mapping[str, float]) -> None:
+    """Refuses a share of a mixture so small that the rows which are ordered together would not fit in memory."""
+    total = sum(weights.values())
+    for name, weight in weights.items():
+        if 0 < weight < LEAST_SHARE * total:
+            least = float(f"{(total - weight) * LEAST_SHARE * 1.05:.1e}")  # rounded, yet enough
+            raise Refused(
+                f"[data] the weight {weight} of the source {shown(name)} of the mixture is less than a millionth of "
+                f"all weights, {total}; use {least} or more, or 0"
+            )
+
+
 def _check_mixture(config: DataConfig) -> None:
     if not config.mixture:
         return
@@ -133,6 +148,7 @@ def _check_mixture(config: DataConfig) -> None:
         raise Refused(
             f"[data] every weight of the mixture is 0; use data.mixture.{next(iter(config.mixture))}.weight=1.0"
         )
+    check_shares({name: source.weight for name, source in config.mixture.items()})
     for name in config.mixture:
         if not name.isidentifier():
             raise Refused(

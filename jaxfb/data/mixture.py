@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxfb.data.cache import digest
+from jaxfb.data.config import check_shares
 from jaxfb.data.order import row_order
 from jaxfb.data.packing import Rows
 from jaxfb.refusal import Refused, number, shown
@@ -50,6 +51,7 @@ class Mixture:
             number(f"weights[{name!r}]", weight, who="[data]", least=0)
         if not any(self.weights.values()):
             raise Refused("[data] every weight of the Mixture is 0; use 1.0 for one of them")
+        check_shares(self.weights)
 
 
 class Source(Protocol):

@@ -17,7 +17,7 @@ from jaxfb.data.cache import digest
 from jaxfb.data.config import DataConfig
 from jaxfb.data.fingerprint import fingerprints
 from jaxfb.data.mapped import mapped_file
-from jaxfb.data.sources import HELD_OUT, TRAIN, SourceFile, find_files
+from jaxfb.data.sources import DROPPED, HELD_OUT, TRAIN, SourceFile, find_files
 from jaxfb.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from jaxfb.refusal import Refused
 
@@ -160,7 +160,9 @@ def check_sides(config: DataConfig, sides: np.ndarray) -> None:
             f"document to train on (of {len(sides)} read, {num_held_out} are held out); give it more text"
         )
     if config.held_out_fraction > 0 and num_held_out == 0:
+        repeated = int((sides == DROPPED).sum())
+        more = f" ({repeated} more repeat their text)" if repeated else ""
         raise Refused(
-            f"[data] held_out_fraction={config.held_out_fraction} of {len(sides)} document(s) holds out "
-            f"nothing; give held_out_path, more documents, or held_out_fraction=0"
+            f"[data] held_out_fraction={config.held_out_fraction} of {len(sides) - repeated} document(s) holds out "
+            f"nothing{more}; give held_out_path, more documents, or held_out_fraction=0"
         )

@@ -32,6 +32,7 @@ STDLIB_SKIPPED = {
 MACHINE_SPECIFIC = ("_sysconfigdata", "config-")
 SINGLE_FILE_PIECES = 100
 BOM, GZIP = "\ufeff", b"\x1f\x8b"
+UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # what such a file begins with, which no UTF-8 does
 ZSTD = b"\x28\xb5\x2f\xfd"
 SHOWN = 3
 SUFFIXES = {
@@ -149,7 +150,7 @@ def _files_at(path: str, source: str) -> list[SourceFile]:
 
 
 def _found_at(path: str, source: str) -> list[SourceFile]:
-    root = Path(path).expanduser()
+    root = Path(os.path.expanduser(path))  # unlike pathlib's, leaves ~name of an unknown name
     if root.is_file():
         return [_described(root, root.parent)]
     if root.is_dir():
@@ -202,7 +203,7 @@ def _belongs(path: Path, source: str) -> bool:
         return path.name.endswith(SUFFIXES[source])
     with path.open("rb") as file:
         start = file.read(4096)
-    return b"\0" not in start and not start.startswith(GZIP)
+    return start.startswith(UTF_16) or b"\0" not in start and not start.startswith(GZIP)
 
 
 def _warn_of_binaries(path: str, others: list[Path], number: int) -> None:
@@ -230,7 +231,7 @@ def _read_text(file: SourceFile) -> Document:
     content = _bytes_of(file.path)
     if content.startswith(GZIP):
         raise Refused(f"[data] {file.path} is compressed by gzip; unpack it (gunzip), or use source=jsonl")
-    if (zero := content.find(b"\0")) >= 0:
+    if (zero := content.find(b"\0")) >= 0 and not content.startswith(UTF_16):
         advice = _other_kind(file.path) or "leave it out"
         raise Refused(f"[data] {file.path} is not text: there is a zero byte at offset {zero}; {advice}")
     text = decoded(content, file.path).removeprefix(BOM)
@@ -253,6 +254,8 @@ def decoded(content: bytes, path: str | Path, start: int = 0) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
+        if not start and content.startswith(UTF_16):
+            raise Refused(f"[data] {path} is UTF-16; convert it, as by iconv -f utf-16 -t utf-8") from None
         advice = _other_kind(path) or "convert it, as by iconv -f latin1 -t utf-8, or leave it out"
         where = f"byte 0x{content[error.start]:02x} at offset {start + error.start}"
         raise Refused(f"[data] {path} is not UTF-8: {where}; {advice}") from None

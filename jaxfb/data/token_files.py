@@ -97,8 +97,8 @@ def _check_ids(chunk: np.ndarray, start: int, file: TokenFile) -> None:
 
 def _map_npy(path: Path) -> np.ndarray:
     try:
-        return np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
+        return np.lib.format.open_memmap(path, mode="r")  # np.load also opens archives of arrays, and pickles
+    except (ValueError, EOFError, OSError, OverflowError) as error:
         reason = str(error).partition("\n")[0]
         raise Refused(
             f"[data] {path} is not a complete .npy file of numbers ({reason}); save it again"

@@ -23,7 +23,7 @@ from jaxfb.data.shards import (
     shards_key,
     write_documents,
 )
-from jaxfb.data.sources import HELD_OUT, TRAIN, hash_of, split_documents
+from jaxfb.data.sources import HELD_OUT, TRAIN, SourceFile, hash_of, split_documents
 from jaxfb.data.token_files import TokenFile, find_documents, open_token_files
 from jaxfb.data.tokenizer import Tokenizer
 from jaxfb.refusal import Refused
@@ -32,6 +32,7 @@ from jaxfb.refusal import Refused
 def open_token_shards(config: DataConfig, cache: Path) -> Shards:
     """Maps the token files and finds their index in `cache`, or writes it there."""
     files, held_out_files = files_of(config)
+    _check_apart(files, held_out_files)
     train, held_out = open_token_files(files), open_token_files(held_out_files)
     identity = [[file.vocab_size, file.eos_id, file.fingerprint] for file in [*train, *held_out]]
     directory = cache / f"tokens-{shards_key(config, files, held_out_files, identity)}"
@@ -45,6 +46,13 @@ def open_token_shards(config: DataConfig, cache: Path) -> Shards:
         vocab_size=vocab_size,
         directory=directory,
     )
+
+
+def _check_apart(files: list[SourceFile], held_out_files: list[SourceFile]) -> None:
+    """Refuses a file that is held out and trained on; documents of text are compared instead."""
+    both = {file.path for file in files} & {file.path for file in held_out_files}
+    if both:
+        raise Refused(f"[data] {min(both)} is both in path and in held_out_path; name the others in path")
 
 
 def _stream(files: list[TokenFile]) -> TokenStream:

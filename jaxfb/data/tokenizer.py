@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import warnings
 from collections import Counter
@@ -315,7 +316,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
     Raises ValueError when there is none, or it cannot be read.
     """
-    file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+    given = Path(os.path.expanduser(path))
+    file = given / "tokenizer.json" if given.is_dir() else given
     if not file.is_file():
         raise Refused(f"[data] tokenizer={str(path)!r} is not a file; use 'bpe', 'bytes' or a tokenizer.json")
     try:

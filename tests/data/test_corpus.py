@@ -6,9 +6,11 @@ import json
 import numpy as np
 import pytest
 
+from jaxfb.config import config_from_dict
 from jaxfb.data import DataConfig, bits_per_byte, count_baselines, prepare
 from jaxfb.data.cache import build_once, cache_directory, read_whole
 from jaxfb.data.sources import HELD_OUT, TRAIN, find_files, read_documents, split_documents
+from jaxfb.data.tokenizer import ByteTokenizer, load_tokenizer
 
 WORDS = np.random.default_rng(0).integers(0, 50, 20000)
 
@@ -214,6 +216,13 @@ def test_impossible_settings_are_refused(settings, words):
         ("gone.txt", None, {"source": "text"}, "matches no file of source='text'"),
         ("empty.txt", b"", {"source": "text"}, "leaves no document to train on \\(of 0 read"),
         ("one.txt", b"one", {"source": "text"}, "of 1 document\\(s\\) holds out nothing"),
+        (
+            "x.jsonl",
+            b'{"text": "a"}\n' * 9,
+            {"source": "jsonl"},
+            "of 1 document\\(s\\) holds out nothing \\(8 more repeat their text\\); give held_out_path",
+        ),
+        ("~nobody-of-this-name/x", None, {"source": "text"}, "matches no file of source='text'"),
         ("x.jsonl", b"{]", {"source": "jsonl"}, "x.jsonl:1 is not a JSON record"),
         (
             "x.jsonl",
@@ -251,7 +260,37 @@ def test_unusable_files_are_refused(config, tmp_path, name, content, settings, w
         (tmp_path / name).write_bytes(content)
     fraction = 0.0 if settings.get("tokenizer") else 0.05
     with pytest.raises(ValueError, match=words):
-        prepare(config(path=str(tmp_path / name), **{"held_out_fraction": fraction, **settings}))
+        prepare(
+            config(
+                path=name if name.startswith("~") else str(tmp_path / name),
+                **{"held_out_fraction": fraction, **settings},
+            )
+        )
+
+
+def test_a_token_file_that_is_held_out_is_not_trained_on(config, tmp_path):
+    """Documents of tokens are not compared, so nothing else would find it: a loss of rows that were learnt."""
+    for name in ("train", "val"):
+        np.arange(99, dtype=np.uint16).tofile(tmp_path / f"{name}.bin")
+    (tmp_path / "meta.json").write_text('{"vocab_size": 100}')
+    val = str(tmp_path / "val.bin")
+    prepare(config(source="tokens", path=str(tmp_path / "train.bin"), held_out_path=val))
+    with pytest.raises(
+        ValueError, match=r"val\.bin is both in path and in held_out_path; name the others in path"
+    ):
+        prepare(config(source="tokens", path=str(tmp_path / "*.bin"), held_out_path=val))
+
+
+def test_a_home_directory_is_written_as_in_a_shell(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert cache_directory("~/cache") == tmp_path / "cache"
+    ByteTokenizer().save(tmp_path / "tokenizer.json")
+    assert isinstance(load_tokenizer("~/tokenizer.json"), ByteTokenizer)
+    run = {"dir": "~/run", "updates": 1}
+    values = {"model": {"num_layers": 1, "hidden_size": 8, "num_heads": 1}, "data": {}, "run": run}
+    values |= {"batch": {"rows": 8, "rows_per_microbatch": 8}, "optimizer": {"learning_rate": 0.1}}
+    assert config_from_dict(values).run.dir == str(tmp_path / "run")
 
 
 def test_links_to_directories_are_followed_and_each_file_is_read_once(tmp_path):

@@ -2,6 +2,7 @@
 
 import errno
 import gzip
+import io
 import json
 import logging
 import os
@@ -205,12 +206,33 @@ def test_a_full_disk_under_the_cache_is_one_sentence(tmp_path):
 LATIN = "caf\xe9 au lait".encode("latin1")
 
 
+def archived():
+    """Returns an .npz file, an archive of arrays."""
+    file = io.BytesIO()
+    np.savez(file, tokens=np.arange(9, dtype=np.uint16))
+    return file.getvalue()
+
+
+def with_length(length):
+    """Returns an .npy file of 2000 tokens whose header has another length."""
+    file = io.BytesIO()
+    np.save(file, np.arange(2000, dtype=np.uint16))
+    return file.getvalue().replace(b"(2000,)", f"({length},)".encode())
+
+
 @pytest.mark.parametrize(
     "name, source, content, words",
     [
         ("a.txt", "text", b"0123456789" + LATIN, "a.txt is not UTF-8: byte 0xe9 at offset 13; convert it"),
-        ("a.txt", "text", WORDS.encode("utf-16"), "not text: there is a zero byte at offset"),
-        ("a.txt", "text", "\ufeff".encode("utf-16-le") + b"\xd8\xd8", "is not UTF-8: byte 0xff at offset 0"),
+        ("a.txt", "text", WORDS.encode("utf-16-le"), "not text: there is a zero byte at offset"),
+        (
+            "a.txt",
+            "text",
+            WORDS.encode("utf-16"),
+            "a.txt is UTF-16; convert it, as by iconv -f utf-16 -t utf-8",
+        ),
+        ("a.txt", "text", "\ufeff".encode("utf-16-be") + b"\xd8\xd8", "a.txt is UTF-16; convert it"),
+        ("a.jsonl", "jsonl", '{"text": "a"}'.encode("utf-16"), "a.jsonl:1 is UTF-16; convert it"),
         ("t.parquet", "jsonl", b"PAR1\xe4", "is not UTF-8: byte 0xe4 at offset 4; use source='parquet'"),
         ("a.txt", "text", gzip.compress(WORDS.encode(), mtime=0), "a.txt is compressed by gzip; unpack it"),
         ("a.txt", "text", b"x" * 5000 + b"\0", "a.txt is not text: there is a zero byte at offset 5000"),
@@ -237,6 +259,9 @@ LATIN = "caf\xe9 au lait".encode("latin1")
         ("a.jsonl", "jsonl", b"[" * 100_000, "a.jsonl:1 is not a JSON record"),
         ("a.npy", "tokens", b"\x93NUMPY\x01\0v\0{'descr'", "a.npy is not a complete .npy file of numbers"),
         ("a.npy", "tokens", b"", "a.npy is not a complete .npy file of numbers"),
+        ("a.npy", "tokens", b"PK\3\4" + bytes(99), "a.npy is not a complete .npy file of numbers"),
+        ("a.npy", "tokens", archived(), "a.npy is not a complete .npy file of numbers"),
+        ("a.npy", "tokens", with_length(-900), "a.npy is not a complete .npy file of numbers"),
     ],
 )
 def test_what_is_no_text_is_refused_with_file_and_offset(config, tmp_path, name, source, content, words):

@@ -200,6 +200,10 @@ def test_a_mixture_trains_and_goes_on_to_the_same_bits_also_with_other_weights(t
         ),
         ({"mixture": {"a": {"weight": 1}}}, "needs path"),
         (
+            {"mixture": {"a": {"path": "x", "weight": 1e-9}, "b": {"path": "y", "weight": 2}}},
+            r"weight 1e-09 of the source 'a' .* less than a millionth of all weights, 2\.000000001; use 2\.1e-06",
+        ),
+        (
             {"mixture": {"a": {"path": "x", "wieght": 1}}},
             r"key data.mixture.a.wieght; did you mean data.mixture.a.weight",
         ),

@@ -58,7 +58,7 @@ NOT_DATA = {
     "a key or a name, chosen from a list in the sentence": """
         config/root.py::_check_mixture config/root.py::_with_tokenizer
         config/schema.py::_named_section config/schema.py::build data/config.py::_check_mixture
-        data/mixture.py::Mixture.__post_init__ metrics/writers.py::check_writers
+        data/config.py::check_shares data/mixture.py::Mixture.__post_init__ metrics/writers.py::check_writers
     """,
 }
 """What the advice asks for that no change of an argument would give, and the functions that give such advice."""
