@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from math import isqrt
+from types import SimpleNamespace
 from typing import Any
 
 from jaxfb.batch_plan.refusal import PlanError
@@ -38,6 +39,7 @@ def check_budget(plan: Any) -> tuple[int, ...] | None:
             "the length of the longest row"
         )
     widths = _widths(plan)
+    _check_context(plan, widths)
     if widths[-1] > plan.max_tokens_per_microbatch:
         padded = f" padded to {widths[-1]}" if widths[-1] != plan.sequence_length else ""
         raise PlanError(
@@ -45,7 +47,6 @@ def check_budget(plan: Any) -> tuple[int, ...] | None:
             f"{plan.sequence_length}{padded}; use max_tokens_per_microbatch={widths[-1]} or more",
             [{"max_tokens_per_microbatch": widths[-1]}],
         )
-    _check_context(plan, widths)
     return widths
 
 
@@ -114,18 +115,36 @@ def _packed_shapes(plan: Any, width: int) -> Iterator[tuple[int, int, int]]:
 
 def _check_context(plan: Any, widths: tuple[int, ...]) -> None:
     """Refuses widths that no number of context devices can share."""
-    if plan.max_context is None or all(context_sizes(plan, width) for width in widths):
+    width = _not_cut(plan, widths)
+    if width is None:
         return
-    width = next(width for width in widths if not context_sizes(plan, width))
-    pieces = 2 * plan.max_context
-    legal = tuple(dict.fromkeys(-(-one // pieces) * pieces for one in widths))
-    tokens = max(legal[-1], plan.max_tokens_per_microbatch)
-    raised = f" and max_tokens_per_microbatch={tokens}" if tokens > plan.max_tokens_per_microbatch else ""
+    choice, words = _widths_with_budget(plan, widths)
+    small = widths[-1] > plan.max_tokens_per_microbatch
+    tokens, raised = (widths[-1], f" and max_tokens_per_microbatch={widths[-1]}") if small else (None, "")
     raise PlanError(
         f"[{plan.purpose}] rows of width {width} cannot be cut over max_context={plan.max_context} or fewer devices, "
-        f"each of which takes two equal pieces; use widths={list(legal)}{raised}, or max_context=None",
-        [{"widths": legal, "max_tokens_per_microbatch": tokens}, {"max_context": None}],
+        f"each of which takes two equal pieces; use widths={words}, or max_context=None{raised}",
+        [choice, {"max_context": None, **({"max_tokens_per_microbatch": tokens} if small else {})}],
     )
+
+
+def _not_cut(plan: Any, widths: tuple[int, ...]) -> int | None:
+    """Returns a width that no number of context devices can share even where the budget holds every row, if any."""
+    if plan.max_context is None:
+        return None
+    tokens = max(widths[-1], plan.max_tokens_per_microbatch)
+    enough = SimpleNamespace(max_context=plan.max_context, max_tokens_per_microbatch=tokens)
+    return next((width for width in widths if not context_sizes(enough, width)), None)
+
+
+def _widths_with_budget(plan: Any, widths: tuple[int, ...]) -> tuple[dict[str, Any], str]:
+    """Returns the nearest widths that the plan's context devices can share, with a budget for them, and in words."""
+    if _not_cut(plan, widths):
+        pieces = 2 * plan.max_context
+        widths = tuple(dict.fromkeys(-(-one // pieces) * pieces for one in widths))
+    tokens = max(widths[-1], plan.max_tokens_per_microbatch)
+    raised = f" and max_tokens_per_microbatch={tokens}" if tokens > plan.max_tokens_per_microbatch else ""
+    return {"widths": widths, "max_tokens_per_microbatch": tokens}, f"{list(widths)}{raised}"
 
 
 def _widths(plan: Any) -> tuple[int, ...]:
@@ -135,10 +154,10 @@ def _widths(plan: Any) -> tuple[int, ...]:
         return tuple(dict.fromkeys(min(length, quarter * k) for k in range(1, QUARTERS + 1)))
     widths = plan.widths
     if list(widths) != sorted(set(widths)) or widths[-1] < length:
-        legal = tuple(sorted({*(w for w in widths if w < length), length}))
+        choice, words = _widths_with_budget(plan, tuple(sorted({*(w for w in widths if w < length), length})))
         raise PlanError(
             f"[{plan.purpose}] widths={list(widths)} must increase and end at sequence_length={length} or more; "
-            f"use {list(legal)}",
-            [{"widths": legal, "max_tokens_per_microbatch": max(length, plan.max_tokens_per_microbatch)}],
+            f"use {words}",
+            [choice],
         )
     return widths

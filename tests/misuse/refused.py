@@ -17,7 +17,7 @@ from jaxfb.config import config_from_dict
 from jaxfb.config.model import check_sizes
 from jaxfb.config.operation import HostsConfig
 from jaxfb.config.post_training import CutConfig
-from jaxfb.config.sections import AutoMesh
+from jaxfb.config.sections import AnyRunConfig, AutoMesh
 from jaxfb.config.starter import write_starter
 from jaxfb.data.config import DataConfig, SourceConfig
 from jaxfb.data.loader import Loader
@@ -449,6 +449,9 @@ REFUSED = [
     (over_context, dict(max_context=2, counted=COUNTED)),
     (lambda size: with_context(make_mesh(context=4, devices=jax.devices()[:4]), size), dict(size=3)),
     (BatchPlan, dict(rows=8, max_tokens_per_microbatch=9, sequence_length=9, max_context=2)),
+    (BatchPlan, dict(rows=8, max_tokens_per_microbatch=50, sequence_length=100, max_context=8)),
+    (BatchPlan, dict(rows=8, max_tokens_per_microbatch=4, sequence_length=9, widths=(4,), max_context=2)),
+    (AnyRunConfig, dict(dir="runs/\n")),
     (CutConfig, dict(rows_per_microbatch=2, context_by_width=True)),
     (pieces_on, dict(context=2)),
     (pieces_of_a_table, dict(num_pieces=2)),
