@@ -819,6 +819,13 @@ MUTATIONS = (
         "data/test_corpus.py::test_a_token_file_that_is_held_out_is_not_trained_on",
     ),
     Mutation(
+        "saved_strings_become_numbers",
+        "config/show.py",
+        "Dumper=_Dumper, sort_keys=False",
+        "Dumper=yaml.SafeDumper, sort_keys=False",
+        "config/test_config.py::test_a_saved_config_has_the_same_strings",
+    ),
+    Mutation(
         "position_of_the_padding",
         "data/loader.py",
         "return min(stop, self._end), self._batch(start, stop - start)",

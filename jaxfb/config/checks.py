@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxfb.refusal import Refused
+from jaxfb.refusal import Refused, shown
 
 
 def seed_in_range(section: str, seed: int) -> None:
@@ -16,10 +16,15 @@ def seed_in_range(section: str, seed: int) -> None:
 
 
 def directory_is_named(section: str, directory: str) -> None:
-    """Refuses an empty name, which would be the working directory."""
+    """Refuses an empty name, which would be the working directory, and one that `load_config` would not take."""
     if not directory.strip():
         raise Refused(
             f"[{section}] dir={directory!r} must not be empty; use runs/NAME", [{"dir": "runs/NAME"}]
+        )
+    if not directory.isprintable():
+        raise Refused(
+            f"[{section}] dir={shown(directory)} must be of printable characters; use runs/NAME",
+            [{"dir": "runs/NAME"}],
         )
 
 

@@ -146,8 +146,15 @@ _WHOLE = r"[-+]?(0|[1-9][\d_]*|0x[\da-fA-F_]+|0b[01_]+)"
 _BROKEN = (
     r"[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*|(\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+|\.(inf|Inf|INF))|\.(nan|NaN|NAN)"
 )
-_Loader.add_implicit_resolver(_INT, re.compile(f"^(?:{_WHOLE})$"), list("-+0123456789"))
-_Loader.add_implicit_resolver(_FLOAT, re.compile(f"^(?:{_BROKEN})$"), list("-+0123456789."))
+
+
+def add_numbers(cls: Any) -> None:
+    """Makes a loader read, or a dumper put in quotes as a string, what is a number in a config."""
+    cls.add_implicit_resolver(_INT, re.compile(f"^(?:{_WHOLE})$"), list("-+0123456789"))
+    cls.add_implicit_resolver(_FLOAT, re.compile(f"^(?:{_BROKEN})$"), list("-+0123456789."))
+
+
+add_numbers(_Loader)
 
 
 def _can_be_a_name(path: str) -> bool:
@@ -186,7 +193,13 @@ _HINTS = {
     r"'\t'": "indent with spaces, not tabs",
     "mapping values are not allowed": "check the indentation, and put quotes around a string that contains ': '",
     "could not find expected ':'": "write key: value, with a colon and a space",
+    "another document": "a file holds one config",
+    "yaml.org,2002:merge": "merged keys (<<) are not supported",
 }
+
+
+# What PyYAML raises of a value: of 2001-13-45, !!float abc, !!bool 3.
+_UNREADABLE = (ValueError, AttributeError, TypeError, OverflowError, LookupError)
 
 
 def _parse(text: str, where: str) -> Any:
@@ -201,7 +214,7 @@ def _parse(text: str, where: str) -> Any:
         raise ConfigError(f"[config] {where}: {str(error).splitlines()[0]}") from None
     except RecursionError:
         raise ConfigError(f"[config] {where} has maps or lists that are nested too deeply") from None
-    except (ValueError, AttributeError, TypeError, OverflowError):  # of the values: 2001-13-45, !!float abc
+    except _UNREADABLE:
         raise ConfigError(f"[config] {where} has a value that YAML cannot read: {_culprit(text)}") from None
 
 
@@ -210,7 +223,7 @@ def _culprit(text: str) -> str:
     for node in _scalars(yaml.compose(text, _Loader)):
         try:
             _Loader("").construct_object(node)
-        except (ValueError, AttributeError, TypeError, OverflowError):
+        except _UNREADABLE:
             tag = (
                 ""
                 if node.tag.startswith("tag:yaml.org,2002:str")
@@ -290,6 +303,8 @@ def _apply(values: dict, override: str, root: type) -> None:
                 "out"
             )
     node[name] = _override_value(hint, text, key)
+    if not sections:
+        values |= without_aliases({name: node[name]})
 
 
 def _override_value(hint: Any, text: str, key: str) -> Any:

@@ -89,7 +89,7 @@ def _default(field: dataclasses.Field) -> str:
 def _yaml(value: Any) -> str:
     if isinstance(value, tuple):
         return "[" + ", ".join(map(_yaml, value)) + "]"
-    return '""' if value == "" else as_yaml(value)
+    return as_yaml(value)
 
 
 _NAMES = {int: "integer", float: "number", str: "string", bool: "true or false", type(None): "null"}

@@ -52,6 +52,7 @@ def build(cls: type, values: Any, prefix: str = "", root: type | None = None) ->
                 f"[config] {prefix}{shown(key)} is not a key; choose one of {', '.join(fields)}"
             )
         if key not in fields:
+            _check_nested(fields, key, prefix)
             _check_kind(fields, values, f"{prefix}{key}", root)
             raise ConfigError(unknown_key(f"{prefix}{key}", root))
     built = {name: _value(fields[name], given, f"{prefix}{name}", root) for name, given in values.items()}
@@ -62,6 +63,15 @@ def build(cls: type, values: Any, prefix: str = "", root: type | None = None) ->
         them = "it" if len(missing) == 1 else "them"
         raise ConfigError(f"[config] {', '.join(missing)} must be given; add {them} to the file")
     return cls(**{_attribute(name): value for name, value in built.items()})
+
+
+def _check_nested(fields: Mapping[str, _Field], key: str, prefix: str) -> None:
+    """Refuses model.num_layers as one key of a file."""
+    section, dot, rest = key.partition(".")
+    if dot and section in fields:
+        raise ConfigError(
+            f"[config] {prefix}{key} is the name on the command line; write {section}: {{{rest}: ...}} in a file"
+        )
 
 
 def _check_kind(fields: Mapping[str, _Field], values: Mapping[str, Any], key: str, root: type) -> None:

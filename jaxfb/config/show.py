@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,16 @@ from typing import Any
 import yaml
 
 from jaxfb.config.fields import fields_taken, key_of
+from jaxfb.config.load import add_numbers
 from jaxfb.config.post_training import COMMANDS
 from jaxfb.process.whole_file import write_whole
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes YAML that `load_config` reads as the same values."""
+
+
+add_numbers(_Dumper)
 
 
 def config_to_dict(config: Any) -> dict[str, Any]:
@@ -21,7 +31,7 @@ def config_to_dict(config: Any) -> dict[str, Any]:
 
 def save_yaml(config: Any, path: str | Path) -> None:
     """Writes the whole resolved config; `load_config(path) == config`."""
-    text = yaml.safe_dump(config_to_dict(config), sort_keys=False, allow_unicode=True)
+    text = yaml.dump(config_to_dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
     target = Path(path)
     command = COMMANDS.get(type(config), "train")
     write_whole(target, f"# jaxfb {command} {target}\n{text}")
@@ -35,7 +45,12 @@ def table(config: Any) -> list[tuple[str, Any]]:
 def as_yaml(value: Any) -> str:
     """Returns a value as it would be written in the file or on the command line."""
     words = {None: "null", True: "true", False: "false"}
-    return words[value] if value is None or isinstance(value, bool) else str(value)
+    if value is None or isinstance(value, bool):
+        return words[value]
+    if not isinstance(value, str):
+        return str(value)
+    is_plain = yaml.dump(value, Dumper=_Dumper, allow_unicode=True, width=math.inf) == f"{value}\n...\n"
+    return value if is_plain else json.dumps(value, ensure_ascii=False)
 
 
 def changed_keys(config: Any) -> list[tuple[str, Any]]:

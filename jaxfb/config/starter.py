@@ -65,16 +65,23 @@ def write_starter(name: str, directory: Path) -> list[Path]:
     target = directory / f"{name}.yaml"
     if target.exists():
         raise ConfigError(f"[init] {target} exists already; remove it, or use --out with another directory")
-    target.parent.mkdir(parents=True, exist_ok=True)
+    samples = sorted({match[0] for match in _SAMPLES.finditer(text)})
+    for path in (target, *(directory / sample for sample in samples)):
+        _make_directory(path.parent)
     # another starter is known by its name, from any directory
     text = _OTHERS.sub(r"\1", text.replace(f"configs/{name}.yaml", target.name))
     target.write_text(text)
-    samples = sorted({match[0] for match in _SAMPLES.finditer(text)})
     return [target, *(_copy(path, directory) for path in samples if not (directory / path).exists())]
+
+
+def _make_directory(directory: Path) -> None:
+    for path in (directory, *directory.parents):
+        if path.exists() and not path.is_dir():
+            raise ConfigError(f"[init] {path} is not a directory; use --out with another")
+    directory.mkdir(parents=True, exist_ok=True)
 
 
 def _copy(path: str, directory: Path) -> Path:
     target = directory / path
-    target.parent.mkdir(parents=True, exist_ok=True)
     target.write_bytes((files("jaxfb") / "sample_data" / target.name).read_bytes())
     return target

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any, get_origin
 
-from jaxfb.config.fields import adapter_of, all_keys, describe, fields_of, options_of, required_keys, words_of
+from jaxfb.config.fields import (
+    adapter_of,
+    all_keys,
+    describe,
+    fields_of,
+    options_of,
+    registries_of,
+    required_keys,
+    words_of,
+)
 from jaxfb.config.names import ALIASES, OPTIMIZER_OPTIONS, POLICY_SYNONYMS, SYNONYMS
 from jaxfb.refusal import INT64, shown
 
@@ -39,7 +49,8 @@ def _nearest(key: str, keys: list[str]) -> str | None:
         keys if not section else [k for k in keys if k not in sections]
     )  # a key is not meant to be a section
     anywhere = {k.rpartition(".")[2]: k for k in reversed(values)}
-    known = ALIASES.get(key) or SYNONYMS.get(key) or SYNONYMS.get(name) or POLICY_SYNONYMS.get(name)
+    axis = ALIASES.get(key) or ALIASES.get(f"mesh.{key}")
+    known = axis or SYNONYMS.get(key) or SYNONYMS.get(name) or POLICY_SYNONYMS.get(name)
     known = known if known in keys else None
     for names in (siblings, {name: known} if known else {}, anywhere):
         close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
@@ -86,6 +97,8 @@ def wrong_type(hint: Any, given: Any, key: str) -> str:
     close = [lower[word] for word in near]
     word = f"[{close[0]}]" if close and get_origin(options_of(hint)[0]) is tuple else "".join(close)
     nearest = word or _of_the_type(hint, given)
+    if nearest is None and str in options_of(hint) and isinstance(given, int | float):
+        return f"[config] {key}={as_written(given)} must be {describe(hint)}; put quotes around it"
     return f"[config] {key}={as_written(given)} must be {describe(hint)}" + (
         f"; did you mean {nearest}?" if nearest else ""
     )
@@ -103,7 +116,9 @@ def _of_the_type(hint: Any, given: Any) -> str | None:
     """Returns how a value of the wrong type is written in the right one: '8' as 8, 1e3 as 1000, a as [a]."""
     if get_origin(options_of(hint)[0]) is tuple and not isinstance(given, list | Mapping):
         item = given if isinstance(given, str) else as_written(given)
-        return f"[{item}]" if _PLAIN.fullmatch(item) and _fits(hint, (given,)) else None
+        if not _fits(hint, (given,)) or (":" not in item and any(registries_of(hint))):
+            return None
+        return f"[{item}]" if _PLAIN.fullmatch(item) else f"[{json.dumps(item, ensure_ascii=False)}]"
     if not isinstance(given, str | float):
         return None
     for kind in (int, float):

@@ -56,6 +56,19 @@ def test_init_writes_a_config_with_the_data_that_it_names(tmp_path, monkeypatch,
     assert "sft.yaml exists already" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("blocked", ["new", "new/examples"])
+def test_init_where_a_file_is_in_the_way_is_refused_and_leaves_nothing(
+    blocked, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    Path(blocked).parent.mkdir(exist_ok=True)
+    Path(blocked).write_text("")
+    assert main(["init", "sft", "--out", "new"]) == 2
+    error = capsys.readouterr().err
+    assert f"[init] {blocked} is not a directory; use --out with another" in error and error.count("\n") == 1
+    assert not Path("new/sft.yaml").exists()
+
+
 def test_without_a_name_every_starter_is_listed_with_what_it_trains(capsys):
     assert main(["init"]) == 0
     title, *rows, last = capsys.readouterr().out.splitlines()

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 from jaxfb import BatchPlan, get_forward_backward_func, make_train_step, schedules
-from jaxfb.config import ConfigError, config_from_dict, config_to_dict, load_config, save_yaml, table
+from jaxfb.config import ConfigError, as_yaml, config_from_dict, config_to_dict, load_config, save_yaml, table
 from jaxfb.config.fields import all_keys
 from jaxfb.config.load import _parse
 from jaxfb.config.names import ALIASES, POLICY_SYNONYMS, SYNONYMS
@@ -58,6 +58,11 @@ REFUSED = [
     ("run.updates=1e3", r"run\.updates=1000\.0 must be an integer or null; did you mean 1000\?"),
     ("batch.rows='8'", r"batch\.rows='8' must be an integer; did you mean 8\?"),
     ("trainable=head", r"trainable='head' must be a list, .*; did you mean \[head\]\?"),
+    ("trainable=*.bias", r"trainable='\*\.bias' must be a list, .*; did you mean \[\"\*\.bias\"\]\?"),
+    ("log.writers=none", r"must be a list, each one of tensorboard, wandb, .*:attribute'$"),
+    ("tp=2", r"unknown key tp; did you mean mesh\.tensor\?"),
+    ("run.dir=a\nb", r"\[run\] dir='a\\nb' must be of printable characters; use runs/NAME"),
+    ("run.dir=a\udcff", r"\[run\] dir='a\\udcff' must be of printable characters; use runs/NAME"),
     ("optimizer=learning_rate:1e-3", r"did you mean learning_rate: 1e-3 \(with a colon and a space\)\?"),
     ("model={name: llama, num_layers: 2}", r"model\.name='llama' must be one of transformer, or your own"),
     (
@@ -150,6 +155,26 @@ def test_numbers_of_yaml(text, value):
     assert (read, type(read)) == (value, type(value))
 
 
+@pytest.mark.parametrize(
+    "text", ["1e3", "-.5E+3", "1e400", "1_0", "0o7", "yes", "~", "", " a", "a\nb", "a: b", "\xe9"]
+)
+def test_a_saved_config_has_the_same_strings(tmp_path, text):
+    """Our YAML reads numbers that PyYAML writes as bare words."""
+    values = config_to_dict(load_config(QUICKSTART))
+    values["eval"]["prompt"] = text
+    config = config_from_dict(values)
+    save_yaml(config, tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml") == config
+    assert _parse(as_yaml(text), "shown") == text and "\n" not in as_yaml(text)
+
+
+def test_a_section_as_one_override_may_have_the_short_names_of_axes():
+    assert load_config(QUICKSTART, ["mesh={dp: 1, tp: 2}"]).mesh.tensor == 2
+    assert load_config(QUICKSTART, ["mesh={dp: 1, tp: 2}", "mesh.tp=4", "mesh.data=3"]).mesh.tensor == 4
+    with pytest.raises(ConfigError, match=r"mesh\.tp and mesh\.tensor are one key"):
+        load_config(QUICKSTART, ["mesh={tp: 2, tensor: 4}"])
+
+
 def test_overrides():
     overrides = ["mesh.pp=4", "schedule=1f1b", "optimizer.options.b2=0.99", "run.dir=2024-01-01", "mesh.tp=2"]
     overrides += [
@@ -205,6 +230,18 @@ def _option_keys(config):
         ),
         ("log: {every: 1}", r"model, data, batch, run, optimizer must be given"),
         ("3", "must contain sections such as model, data"),
+        ("a: 1\n---\nb: 2", r"bad\.yaml line 2: but found another document; a file holds one config$"),
+        ("run:\n  <<: {seed: 3}", r"bad\.yaml line 2: .*; merged keys \(<<\) are not supported$"),
+        ("run: {dir: 12, updates: 1}", r"run\.dir=12 must be a string; put quotes around it$"),
+        ("run: {dir: yes, updates: 1}", r"run\.dir=true must be a string; put quotes around it$"),
+        (
+            "model.num_layers: 2",
+            r"model\.num_layers is the name on the command line; write model: \{num_layers: \.\.\.\}",
+        ),
+        (
+            "model: {variant.norms: pre}",
+            r"model\.variant\.norms is the name on the .*; write variant: \{norms: \.\.\.\}",
+        ),
         ("- !!python/object/apply:os.system ['true']", r"line 1: could not determine a constructor"),
         pytest.param("#" * 2**20 + "\n", "a config has at most 1048576", id="too long"),
     ],
@@ -361,6 +398,8 @@ def test_a_config_of_another_command_is_refused():
         (b"run: 2001-13-45\n", r"a value that YAML cannot read: '2001-13-45' in line 1, read as timestamp"),
         (b"run:\n  epochs: !!float abc\n", r"cannot read: 'abc' in line 2, read as float"),
         (b"run: !!timestamp abc\n", r"cannot read: 'abc' in line 1, read as timestamp"),
+        (b"run: !!bool 3\n", r"cannot read: '3' in line 1, read as bool"),
+        (b"run: !!float _\n", r"cannot read: '_' in line 1, read as float"),
         (b"run: !!int abc\n", r"cannot read: 'abc' in line 1, read as int"),
         (b"run: " + b"9" * 5000, r"cannot read: '9999.*\.\.\. in line 1, read as int"),
         (b"{a: " * 2500 + b"1" + b"}" * 2500, r"maps or lists that are nested too deeply"),
