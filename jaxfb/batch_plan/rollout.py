@@ -207,8 +207,10 @@ def _check_updates(plan: RolloutPlan) -> None:
     if rows % update == 0:
         return
     replicas = plan.train.data_parallel if "train" in plan.plans else 1
-    legal = nearest(update, rows, lambda n: rows % n == 0 and n % replicas == 0)
-    choices = only_legal([_fitted(plan, rows_per_update=n) for n in legal], lambda one: replace(plan, **one))
+    group = plan.samples_per_prompt if plan.whole_groups else 1
+    legal = nearest(update, rows, lambda n: rows % n == 0 and n % replicas == 0 and n % group == 0)
+    fitted = _with_whole_groups if plan.whole_groups else _of_updates
+    choices = only_legal([fitted(plan, n) for n in legal], lambda one: replace(plan, **one))
     why = f"update of {update} rows needs more than the {rows} a rollout yields"
     if rows >= update:
         made = f"rollout gives {plan.prompts} prompts × {plan.samples_per_prompt} = {rows} rows"
@@ -233,7 +235,7 @@ def _rows_by_purpose(update: int, rollout: int) -> dict[str, int]:
 
 def _of_rows(plan: BatchPlan, rows: int | None) -> BatchPlan:
     """Returns the plan for so many rows, none of them dropped; the plan itself where there is none."""
-    if rows in (None, plan.real_rows):
+    if rows is None or rows == plan.rows == plan.real_rows:
         return plan
     try:
         return plan.replace(rows=rows, remainder="pad")
@@ -241,11 +243,22 @@ def _of_rows(plan: BatchPlan, rows: int | None) -> BatchPlan:
         return plan
 
 
-def _of_groups(train: BatchPlan, samples: int) -> BatchPlan:
-    """Returns a plan with whole groups in each microbatch."""
+def _of_updates(plan: RolloutPlan, rows_per_update: int) -> dict[str, Any]:
+    return _fitted(plan, rows_per_update=rows_per_update)
+
+
+def _with_whole_groups(plan: RolloutPlan, rows_per_update: int) -> dict[str, Any]:
+    """Returns so many rows an update with plans for them, and whole groups in each microbatch."""
+    fitted = _fitted(plan, rows_per_update=rows_per_update)
+    train = _of_groups(plan.train, plan.samples_per_prompt, rows_per_update)
+    return {**fitted, "plans": {**fitted["plans"], "train": train}, "seed": None}
+
+
+def _of_groups(train: BatchPlan, samples: int, rows: int) -> BatchPlan:
+    """Returns a plan of so many rows with whole groups in each microbatch."""
     return BatchPlan(
         train.purpose,
-        rows=train.rows,
+        rows=rows,
         rows_per_microbatch=samples,
         data_parallel=train.data_parallel,
         remainder="pad",
@@ -263,15 +276,24 @@ def _check_samples(plan: RolloutPlan) -> None:
 
 def _check_groups(plan: RolloutPlan) -> None:
     """Checks that whole groups stay whole in each microbatch, where that is asked for."""
-    train = plan.train
+    train, samples = plan.train, plan.samples_per_prompt
     if not plan.whole_groups:
         return
+    if plan.rows_per_update % samples:
+        legal = nearest(plan.rows_per_update, plan.rows, lambda n: plan.rows % n == 0 and n % samples == 0)
+        choices = [_with_whole_groups(plan, rows) for rows in legal]
+        words = offer([{"rows_per_update": rows} for rows in legal])
+        raise PlanError(
+            f"[rollout] whole_groups keeps groups of {samples} samples together, updates of {plan.rows_per_update} "
+            f"rows cut them{words}",
+            only_legal(choices, lambda one: replace(plan, **one)),
+        )
     if train.by_tokens or train.rows_per_microbatch % plan.samples_per_prompt:
         per = f"{train.rows_per_microbatch} rows" if not train.by_tokens else "a token budget"
         raise PlanError(
             f"[train] whole_groups keeps groups of {plan.samples_per_prompt} samples together; {per} per "
             f"microbatch cuts them; use rows_per_microbatch={plan.samples_per_prompt} or a multiple of it",
-            [{"plans": {**plan.plans, "train": _of_groups(train, plan.samples_per_prompt)}, "seed": None}],
+            [{"plans": {**plan.plans, "train": _of_groups(train, samples, train.rows)}, "seed": None}],
         )
     if plan.seed is not None:
         raise PlanError(

@@ -72,6 +72,21 @@ def test_the_numbers_of_a_run_that_a_verl_user_knows():
             "[train] whole_groups keeps groups of 8 samples together; 4 rows per microbatch cuts them; "
             "use rows_per_microbatch=8",
         ),
+        (
+            dict(whole_groups=True, seed=None),
+            "[rollout] whole_groups keeps groups of 5 samples together, updates of 128 rows cut them; "
+            "use rows_per_update=80 or 160",
+        ),
+        (
+            dict(whole_groups=True, rows_per_update=96, seed=None),
+            "updates of 96 leave 64 rows; use rows_per_update=80 or 160",
+        ),
+        (
+            dict(
+                plans={"train": BatchPlan(rows=129, rows_per_microbatch=4, data_parallel=2, remainder="drop")}
+            ),
+            "[train] covers 129 rows, an update has 128; use rows=128",
+        ),
         (dict(plans=plans(256)), "[train] covers 256 rows, an update has 128; use rows=128"),
         (dict(plans=plans(128, 320)), "[logprob_ref] covers 320 rows, a rollout has 640; use rows=640"),
         (
