@@ -826,6 +826,13 @@ MUTATIONS = (
         "config/test_config.py::test_a_saved_config_has_the_same_strings",
     ),
     Mutation(
+        "updates_cut_whole_groups",
+        "batch_plan/rollout.py",
+        "if plan.rows_per_update % samples:",
+        "if plan.rows_per_update < 1:",
+        "batch_plan/test_rollout_plan.py::test_impossible_rollouts_are_refused_with_the_way_out",
+    ),
+    Mutation(
         "position_of_the_padding",
         "data/loader.py",
         "return min(stop, self._end), self._batch(start, stop - start)",

@@ -266,7 +266,7 @@ def _not_found(path: Path) -> str:
     run = path.parent.parent.parent
     if path.parent.parent.name == "checkpoints" and holds_a_run(run):
         return f"[config] {path.parent} is a checkpoint of the run {run}; give {run}, whose newest checkpoint is read"
-    names = sorted(p.name for p in _beside(path))
+    names = sorted(p.name for p in _beside(path) if p.name.isprintable())
     if close := difflib.get_close_matches(path.name, names, n=1, cutoff=0.5):
         return f"[config] {missing}; did you mean {path.parent / close[0]}?"
     starters = starter_names()

@@ -24,7 +24,7 @@ from jaxfb.config.fields import (
 )
 from jaxfb.config.names import ALIASES
 from jaxfb.config.suggestions import as_written, not_a_section, unknown_key, wrong_type
-from jaxfb.refusal import INT64, Refused, shown
+from jaxfb.refusal import INT64, Refused, shown, text
 
 
 class ConfigError(Refused):
@@ -161,6 +161,9 @@ def _value(field: _Field, given: Any, key: str, root: type) -> Any:
 def _leaf(field: _Field, given: Any, key: str) -> Any:
     from pydantic import ValidationError
 
+    for one in given if isinstance(given, list | tuple) else (given,):
+        if isinstance(one, str):
+            text(key, one, who="[config]")
     given = _as_word(field.hint, given)
     _check_registered(field, given, key)
     try:

@@ -62,7 +62,8 @@ REFUSED = [
     ("log.writers=none", r"must be a list, each one of tensorboard, wandb, .*:attribute'$"),
     ("tp=2", r"unknown key tp; did you mean mesh\.tensor\?"),
     ("run.dir=a\nb", r"\[run\] dir='a\\nb' must be of printable characters; use runs/NAME"),
-    ("run.dir=a\udcff", r"\[run\] dir='a\\udcff' must be of printable characters; use runs/NAME"),
+    ("eval.prompt=a\udcff", r"\[config\] eval\.prompt must be text in UTF-8, got 'a\\udcff'"),
+    ('data.path="\\ud800"', r"\[config\] data\.path must be text in UTF-8, got '\\ud800'"),
     ("optimizer=learning_rate:1e-3", r"did you mean learning_rate: 1e-3 \(with a colon and a space\)\?"),
     ("model={name: llama, num_layers: 2}", r"model\.name='llama' must be one of transformer, or your own"),
     (
