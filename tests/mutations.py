@@ -833,6 +833,13 @@ MUTATIONS = (
         "batch_plan/test_rollout_plan.py::test_impossible_rollouts_are_refused_with_the_way_out",
     ),
     Mutation(
+        "the_disk_orders_the_text",
+        "data/sources.py",
+        "for file in sorted(found, key=lambda file: file.name):",
+        "for file in found:",
+        "data/test_corpus.py::test_the_order_of_files_does_not_follow_that_of_the_directory",
+    ),
+    Mutation(
         "position_of_the_padding",
         "data/loader.py",
         "return min(stop, self._end), self._batch(start, stop - start)",

@@ -162,7 +162,7 @@ def _check_types(config: DataConfig) -> None:
         value = getattr(config, name)
         paths = value if isinstance(value, list | tuple) else ["" if value is None else value]
         if not all(isinstance(path, str) for path in paths):
-            refuse(name, value, "a path, or a list of paths", who=_WHO)
+            refuse(name, value, "a string with a path, or a list of such strings", who=_WHO)
     for name in ("source", "packing", "tokenizer", "text_field", "cache_dir"):
         if name != "cache_dir" or config.cache_dir is not None:
             instance(name, getattr(config, name), str, "a string", who=_WHO)

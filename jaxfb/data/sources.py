@@ -76,7 +76,12 @@ def find_files(source: str, paths: str | tuple[str, ...], max_bytes: int | None 
     else:
         listed = (paths,) if isinstance(paths, str) else paths
         found = [file for path in listed for file in _files_at(path, source)]
-        files = sorted({file.path: file for file in found}.values(), key=lambda file: file.name)
+        first: dict[Path, SourceFile] = {}
+        for file in sorted(
+            found, key=lambda file: file.name
+        ):  # a disk lists the names of a file in any order
+            first.setdefault(file.path, file)
+        files = list(first.values())
     if max_bytes is not None and len(files) > 1 and source not in OF_RECORDS:
         files = _within(files, max_bytes)
     if not files:
@@ -157,6 +162,7 @@ def _found_at(path: str, source: str) -> list[SourceFile]:
         found = list(_below(root))
     else:
         found = [Path(p) for p in glob.glob(str(root), recursive=True)]
+        _warn_of_unreadable(path, root)
     found = [p for p in found if p.is_file()]
     paths = [p for p in found if _belongs(p, source)]
     if source == "text" and 0 < len(paths) < len(found):
@@ -204,6 +210,16 @@ def _belongs(path: Path, source: str) -> bool:
     with path.open("rb") as file:
         start = file.read(4096)
     return start.startswith(UTF_16) or b"\0" not in start and not start.startswith(GZIP)
+
+
+def _warn_of_unreadable(path: str, pattern: Path) -> None:
+    """Warns of directories that a pattern would look into, but which cannot be listed; `glob` passes over them."""
+    places = [each for each in (pattern, *pattern.parents) if glob.has_magic(each.name)]
+    looked_into = [each if each.name == "**" else each.parent for each in places]
+    directories = {name for each in looked_into for name in glob.glob(f"{each}{os.sep}", recursive=True)}
+    if closed := sorted(name for name in directories if not os.access(name, os.R_OK | os.X_OK)):
+        shown = ", ".join(closed[:SHOWN]) + (" ..." if closed[SHOWN:] else "")
+        log.warning("[data] path=%r: directories that cannot be read are skipped: %s", path, shown)
 
 
 def _warn_of_binaries(path: str, others: list[Path], number: int) -> None:

@@ -2,6 +2,9 @@
 
 import gzip
 import json
+import logging
+import os
+import re
 
 import numpy as np
 import pytest
@@ -291,6 +294,40 @@ def test_a_home_directory_is_written_as_in_a_shell(tmp_path, monkeypatch):
     values = {"model": {"num_layers": 1, "hidden_size": 8, "num_heads": 1}, "data": {}, "run": run}
     values |= {"batch": {"rows": 8, "rows_per_microbatch": 8}, "optimizer": {"learning_rate": 0.1}}
     assert config_from_dict(values).run.dir == str(tmp_path / "run")
+
+
+def test_the_order_of_files_does_not_follow_that_of_the_directory(tmp_path, monkeypatch):
+    """A file that has two names has the first of them, whichever the disk lists first."""
+    for name in ("b", "c"):
+        (tmp_path / f"{name}.txt").write_text(name)
+    (tmp_path / "d.txt").symlink_to("b.txt")
+    (tmp_path / "a.txt").symlink_to("c.txt")
+    names, walk = [], os.walk
+    for step in (1, -1):
+
+        def listed(root, step=step, **options):
+            return ((here, below, sorted(files)[::step]) for here, below, files in walk(root, **options))
+
+        monkeypatch.setattr(os, "walk", listed)
+        names.append([file.name for file in find_files("text", str(tmp_path))])
+    assert names == [["a.txt", "b.txt"]] * 2
+
+
+def test_directories_that_a_pattern_cannot_read_are_named(tmp_path, monkeypatch, caplog):
+    for name in ("open/x.txt", "closed/y.txt"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(name)
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: "closed" not in str(path) and access(path, mode))
+    monkeypatch.chdir(tmp_path)
+    for pattern in ("**/*.txt", "*/*.txt", str(tmp_path / "*" / "*.txt")):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "jaxfb"):
+            find_files("text", pattern)
+        assert re.search(r"directories that cannot be read are skipped: \S*closed/$", caplog.text)
+    caplog.clear()
+    find_files("text", str(tmp_path / "open" / "*.txt"))
+    assert not caplog.text
 
 
 def test_links_to_directories_are_followed_and_each_file_is_read_once(tmp_path):
