@@ -120,11 +120,12 @@ def _check_context(plan: Any, widths: tuple[int, ...]) -> None:
         return
     choice, words = _widths_with_budget(plan, widths)
     small = widths[-1] > plan.max_tokens_per_microbatch
-    tokens, raised = (widths[-1], f" and max_tokens_per_microbatch={widths[-1]}") if small else (None, "")
+    budget = {"max_tokens_per_microbatch": widths[-1]} if small else {}
+    raised = f" and max_tokens_per_microbatch={widths[-1]}" if small else ""
     raise PlanError(
         f"[{plan.purpose}] rows of width {width} cannot be cut over max_context={plan.max_context} or fewer devices, "
         f"each of which takes two equal pieces; use widths={words}, or max_context=None{raised}",
-        [choice, {"max_context": None, **({"max_tokens_per_microbatch": tokens} if small else {})}],
+        [choice, {"max_context": None, **budget}],
     )
 
 

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Any, Literal, get_args, get_type_hints
 
 from jaxfb.refusal import INT32, INT64, Refused, instance, integer, number, only_legal, refuse, shown
 
 _WHO = "[data]"
 SMALLEST_VOCAB = 257  # every byte, and the one token that stands between documents
-LEAST_SHARE = (
-    1e-6  # of a source in a mixture; a block of its order has as many rows as one of that source needs
-)
+LEAST_SHARE = Fraction(1, 10**6)  # of a source in a mixture; blocks of rows have one of each source
 LARGEST_VOCAB = 2**22  # the trainer of the tokenizers library asks for the memory of them all at once
 
 
@@ -125,13 +124,14 @@ class DataConfig:
 
 def check_shares(weights: Mapping[str, float]) -> None:
     """Refuses a share of a mixture so small that the rows which are ordered together would not fit in memory."""
-    total = sum(weights.values())
-    for name, weight in weights.items():
+    exact = {name: Fraction(str(weight)) for name, weight in weights.items()}
+    total = sum(exact.values())
+    for name, weight in exact.items():
         if 0 < weight < LEAST_SHARE * total:
-            least = float(f"{(total - weight) * LEAST_SHARE * 1.05:.1e}")  # rounded, yet enough
+            least = float(f"{float((total - weight) * LEAST_SHARE) * 1.1:.1e}")  # rounded, yet enough
             raise Refused(
-                f"[data] the weight {weight} of the source {shown(name)} of the mixture is less than a millionth of "
-                f"all weights, {total}; use {least} or more, or 0"
+                f"[data] the weight {weights[name]} of the source {shown(name)} of the mixture is less than a "
+                f"millionth of all weights; use {least} or more, or 0"
             )
 
 

@@ -77,9 +77,8 @@ def find_files(source: str, paths: str | tuple[str, ...], max_bytes: int | None 
         listed = (paths,) if isinstance(paths, str) else paths
         found = [file for path in listed for file in _files_at(path, source)]
         first: dict[Path, SourceFile] = {}
-        for file in sorted(
-            found, key=lambda file: file.name
-        ):  # a disk lists the names of a file in any order
+        # The name of a file with several is the first, since a disk lists them in any order.
+        for file in sorted(found, key=lambda file: file.name):
             first.setdefault(file.path, file)
         files = list(first.values())
     if max_bytes is not None and len(files) > 1 and source not in OF_RECORDS:

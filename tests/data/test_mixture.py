@@ -12,7 +12,7 @@ from jaxfb import trainer
 from jaxfb.callbacks import Callback
 from jaxfb.config import config_from_dict, config_to_dict, load_config
 from jaxfb.data import DataConfig, Loader, prepare
-from jaxfb.data.mixture import MixedOrder, MixedRows
+from jaxfb.data.mixture import MixedOrder, MixedRows, Mixture
 from jaxfb.metrics import read_jsonl
 
 
@@ -201,7 +201,7 @@ def test_a_mixture_trains_and_goes_on_to_the_same_bits_also_with_other_weights(t
         ({"mixture": {"a": {"weight": 1}}}, "needs path"),
         (
             {"mixture": {"a": {"path": "x", "weight": 1e-9}, "b": {"path": "y", "weight": 2}}},
-            r"weight 1e-09 of the source 'a' .* less than a millionth of all weights, 2\.000000001; use 2\.1e-06",
+            r"weight 1e-09 of the source 'a' .* less than a millionth of all weights; use 2\.2e-06 or more",
         ),
         (
             {"mixture": {"a": {"path": "x", "wieght": 1}}},
@@ -214,6 +214,13 @@ def test_a_mixture_trains_and_goes_on_to_the_same_bits_also_with_other_weights(t
 def test_an_impossible_mixture_is_refused(data, sentence):
     with pytest.raises(ValueError, match=sentence):
         config_from_dict({**SECTIONS, "data": data})
+
+
+def test_the_least_weight_is_legal_and_large_ones_do_not_overflow():
+    for weights in ({"a": 2.1e-6, "b": 2}, {"a": 1e308, "b": 1e308}, {"a": 0, "b": 1e9}):
+        Mixture({"a": [1], "b": [2]}, weights)
+    with pytest.raises(ValueError, match="weight 1 of the source 'a' .* use 1100.0 or more"):
+        Mixture({"a": [1], "b": [2]}, {"a": 1, "b": 10**9})
 
 
 def test_a_mixture_survives_the_config_file_and_has_no_epochs(texts):
