@@ -47,10 +47,16 @@ def as_yaml(value: Any) -> str:
     words = {None: "null", True: "true", False: "false"}
     if value is None or isinstance(value, bool):
         return words[value]
-    if not isinstance(value, str):
-        return str(value)
-    is_plain = yaml.dump(value, Dumper=_Dumper, allow_unicode=True, width=math.inf) == f"{value}\n...\n"
-    return value if is_plain else json.dumps(value, ensure_ascii=False)
+    if isinstance(value, str):
+        return value if _in_one_line(value) == value else json.dumps(value, ensure_ascii=False)
+    return _in_one_line(value) if isinstance(value, list | dict) else str(value)
+
+
+def _in_one_line(value: Any) -> str:
+    text = yaml.dump(
+        value, Dumper=_Dumper, allow_unicode=True, width=math.inf, sort_keys=False, default_flow_style=True
+    )
+    return text.removesuffix("...\n").removesuffix("\n")
 
 
 def changed_keys(config: Any) -> list[tuple[str, Any]]:

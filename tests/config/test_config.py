@@ -169,6 +169,14 @@ def test_a_saved_config_has_the_same_strings(tmp_path, text):
     assert _parse(as_yaml(text), "shown") == text and "\n" not in as_yaml(text)
 
 
+def test_lists_and_sections_are_shown_as_they_may_be_given_again():
+    kinds = "model.pattern=[{window: 4}, {window: 8}, {rope: false}]"
+    config = load_config(QUICKSTART, [kinds, "data.source=text", "data.path=['*.md', 'a,b', '1e3']"])
+    shown = [f"{key}={as_yaml(value)}" for key, value in table(config) if isinstance(value, list) and value]
+    assert "data.path=['*.md', 'a,b', '1e3']" in shown and any("window: null" in one for one in shown)
+    assert load_config(QUICKSTART, ["data.source=text", *shown]) == config
+
+
 def test_a_section_as_one_override_may_have_the_short_names_of_axes():
     assert load_config(QUICKSTART, ["mesh={dp: 1, tp: 2}"]).mesh.tensor == 2
     assert load_config(QUICKSTART, ["mesh={dp: 1, tp: 2}", "mesh.tp=4", "mesh.data=3"]).mesh.tensor == 4
