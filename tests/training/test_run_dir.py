@@ -395,7 +395,7 @@ def test_impossible_directories_are_refused_in_a_sentence(stopped, tmp_path, cap
         tmp_path / "dangling": "a symbolic link to nothing",
         tmp_path / ("x" * 300): "File name too long",
         "": "must not be empty",
-        "a\0b": "null",
+        "a\0b": "must be of printable characters",
     }
     for directory, reason in cases.items():
         said = refused(capsys, stopped, f"run.dir={json.dumps(str(directory))}")
