@@ -1515,6 +1515,13 @@ MUTATIONS = (
         "models/test_activations.py::test_gradients_are_those_that_jax_derives",
     ),
     Mutation(
+        "attentions_gradient_is_gathered_for_each_product",
+        "parallel/tensor.py",
+        "return (residual_stream(cotangent, sequence_parallel=False),)",
+        "return (cotangent,)",
+        "parallel/test_tensor.py::test_the_gradient_of_attentions_answer_is_gathered_before_its_products",
+    ),
+    Mutation(
         "vocabulary_over_pipe_made_whole_over_tensor",
         "parallel/tensor.py",
         "if AXIS in axes_of(entry)]",

@@ -24,7 +24,7 @@ from jaxfb.models.config import TransformerConfig
 from jaxfb.models.layers import Linear, RMSNorm, fan_in_init, residual_init, statistics_dtype
 from jaxfb.models.rope import rotate
 from jaxfb.parallel.scores import PLAIN, Scores
-from jaxfb.parallel.tensor import constrain, residual_stream
+from jaxfb.parallel.tensor import constrain, gathered_once_backward, residual_stream
 from jaxfb.refusal import Refused
 
 # (query_RTHK, key_RTGK, value_RTGK, Scores if they are not plain) -> (context_RTHK, anything to hand back, as a cache)
@@ -65,7 +65,7 @@ class Attention(nnx.Module):
         query, key = self._rotated(query, positions_RT), self._rotated(key, positions_RT)
         context_RTHK, kept = attend(self._scaled(query), key, value, *self._scores())
         joined = context_RTHK.reshape(*x_RTD.shape[:2], -1)
-        out_RTD = self.output(constrain(joined, None, None, "tensor"))
+        out_RTD = gathered_once_backward(self.output(constrain(joined, None, None, "tensor")))
         return residual_stream(out_RTD, self.config.sequence_parallel), kept
 
     def _projected(self, x_RTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

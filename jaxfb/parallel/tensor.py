@@ -16,6 +16,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxfb.parallel.sharding import axes_of
+from jaxfb.platforms.compat import custom_vjp
 from jaxfb.refusal import Refused
 
 AXIS = "tensor"
@@ -131,6 +132,36 @@ def residual_stream(x: jax.Array, sequence_parallel: bool) -> jax.Array:
     all-gather before the next. Otherwise, and where `tensor` does not divide the tokens, whole.
     """
     return constrain(x, None, AXIS if sequence_parallel else None, None)
+
+
+def gathered_once_backward(x: jax.Array) -> jax.Array:
+    """Returns x, whose gradient is gathered over `tensor` once, for both products that read it.
+
+    For attention's answer where the tokens are split. Each product would otherwise gather the gradient in a loop
+    that multiplies meanwhile; attention's products are shorter than a gather, so that it waits twice. By libtpu
+    0.0.48 a step of 70B on v5p:8x8x8, fsdp 64 x tensor 8, takes 12.55 s in place of 12.91 s. An MLP's products are
+    long enough: with its answer's gradient gathered once too, that step is no shorter and takes 0.13 GB more.
+
+    Args:
+      x: [rows, tokens, width].
+    """
+    return x if num_shards() == 1 else _gathered_once_backward(x)
+
+
+@custom_vjp()
+def _gathered_once_backward(x: jax.Array) -> jax.Array:
+    return x
+
+
+def _as_is(x: jax.Array):
+    return x, None
+
+
+def _gathered(_: None, cotangent: jax.Array):
+    return (residual_stream(cotangent, sequence_parallel=False),)
+
+
+_gathered_once_backward.defvjp(_as_is, _gathered)
 
 
 def _axis_types(mesh: Any) -> dict[str, AxisType]:

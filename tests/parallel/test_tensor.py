@@ -14,8 +14,14 @@ import jaxfb
 from jaxfb.hlo import collectives
 from jaxfb.losses.cross_entropy import chunked_cross_entropy
 from jaxfb.models.config import TransformerConfig
+from jaxfb.models.latent import Latent
 from jaxfb.models.transformer import init_params, transformer
-from jaxfb.parallel.tensor import check_tensor_divides, constrain, transformer_param_specs
+from jaxfb.parallel.tensor import (
+    check_tensor_divides,
+    constrain,
+    gathered_once_backward,
+    transformer_param_specs,
+)
 
 SIZES = {
     "vocab_size": 32,
@@ -136,6 +142,31 @@ def test_constrain_is_nothing_outside_a_mesh_and_never_refuses_to_run(mesh):
         assert constrain(x, None, "tensor") is x
     with pytest.raises(ValueError, match="one entry per dim"):
         constrain(x, "tensor")
+
+
+def test_the_gradient_of_attentions_answer_is_gathered_before_its_products(mesh):
+    """Otherwise each of the two products gathers it."""
+    x = jnp.ones((ROWS, LENGTH, 16))
+
+    def gradient(cotangent):
+        return jax.vjp(gathered_once_backward, x)[1](cotangent)[0]
+
+    assert gathered_once_backward(x) is x
+    with jax.set_mesh(mesh):
+        np.testing.assert_array_equal(jax.jit(gradient)(2 * x), 2 * x)
+        (gathered,) = [eqn for eqn in jax.make_jaxpr(gradient)(x).eqns if "constraint" in eqn.primitive.name]
+    assert "tensor" not in gathered.params["sharding"].spec
+
+
+@pytest.mark.parametrize("more", [{}, {"num_kv_heads": 4, "head_size": 4, "latent": Latent(4, 2, 4)}])
+def test_attention_asks_for_one_gather_of_its_gradient(mesh, more):
+    config = TransformerConfig(**SIZES | more, sequence_parallel=True)
+    params = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    with jax.set_mesh(mesh):
+        traced = jax.make_jaxpr(lambda params: apply(transformer(config), params, _microbatch(), None))(
+            params
+        )
+    assert "_gathered_once_backward" in str(traced)
 
 
 def test_every_weight_is_split_and_no_layer_dim_is():
