@@ -5,6 +5,7 @@ Nothing is joined here, and nothing is asked of a machine that runs one process.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -157,11 +158,10 @@ def _is_configured(given: dict) -> bool:
 def _checked(given: dict) -> tuple[str, int, int]:
     coordinator, processes, process_id = given.values()
     if not _is_address(coordinator):
-        host = coordinator.partition(":")[0]
-        use = f"{host if _is_address(f'{host}:{PORT}') else 'localhost'}:{PORT}"
+        use = _nearest_address(coordinator)
         raise Refused(
-            f"[hosts] coordinator={coordinator!r} must be HOST:PORT, a name or address and a number up to {LAST_PORT}; "
-            f"try {use}",
+            f"[hosts] coordinator={coordinator!r} must be HOST:PORT, a name or address (of IPv6 in brackets) and a number "
+            f"up to {LAST_PORT}; try {use}",
             [{"coordinator": use}],
         )
     if processes < 1:
@@ -180,11 +180,26 @@ def _checked(given: dict) -> tuple[str, int, int]:
 def _is_address(coordinator: str) -> bool:
     """Returns whether it is HOST:PORT as a socket takes it: no port 0, which is any, and no empty part of a name."""
     host, _, port = coordinator.rpartition(":")
+    return _is_host(host) and port.isdecimal() and 0 < int(port) <= LAST_PORT
+
+
+def _nearest_address(coordinator: str) -> str:
+    """Returns an address that is one: the brackets or the port may be what is missing."""
+    host, _, port = coordinator.rpartition(":")
+    name = coordinator.partition(":")[0]
+    tried = (f"[{host}]:{port}", f"[{coordinator.strip('[]')}]:{PORT}", f"{name}:{PORT}", f"localhost:{PORT}")
+    return next(filter(_is_address, tried))
+
+
+def _is_host(host: str) -> bool:
+    """Returns whether it is a name, or an address; one of IPv6 has colons, so only brackets tell where it ends."""
     try:
+        if any(mark in host for mark in ":[]"):
+            return host == f"[{host[1:-1]}]" and bool(ipaddress.IPv6Address(host[1:-1]))
         host.encode("idna")
-    except UnicodeError:
+    except ValueError:
         return False
-    return bool(host) and port.isdecimal() and 0 < int(port) <= LAST_PORT
+    return bool(host)
 
 
 def _number(variable: str, environment: Mapping[str, str]) -> int:

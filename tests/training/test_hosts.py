@@ -57,6 +57,7 @@ GIVEN = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "4", "JAX_PROCES
         ({"cluster": "none"}, SLURM, None),
         ({"cluster": "slurm"}, SLURM, Place("node003:61517", 2, 1)),
         ({"coordinator": "b:2"}, SLURM, Place("b:2", 2, 1)),
+        ({"coordinator": "[::1]:2"}, SLURM, Place("[::1]:2", 2, 1)),
         # one accelerator each where a host runs several, all of them where it runs one
         (
             {},
@@ -115,6 +116,10 @@ def test_a_coordinator_at_the_address_of_a_card_listens_there_alone(monkeypatch)
         ({"coordinator": "a"}, GIVEN, "coordinator='a' must be HOST:PORT, .*; try a:8476"),
         ({"coordinator": "a:0"}, GIVEN, "coordinator='a:0' must be HOST:PORT, .* up to 65535; try a:8476"),
         ({"coordinator": "a:65536"}, GIVEN, "coordinator='a:65536' must be HOST:PORT, .*; try a:8476"),
+        ({"coordinator": "::1:8476"}, GIVEN, r"coordinator='::1:8476' must be .*; try \[::1\]:8476"),
+        ({"coordinator": "::1"}, GIVEN, r"coordinator='::1' must be HOST:PORT, .*; try \[::1\]:8476"),
+        ({"coordinator": "[fe80::1]"}, GIVEN, r".*IPv6 in brackets.*; try \[fe80::1\]:8476"),
+        ({"coordinator": "[a]:1"}, GIVEN, r"coordinator='\[a\]:1' must be HOST:PORT, .*; try localhost:8476"),
         ({"coordinator": "a..b:1"}, GIVEN, "coordinator='a..b:1' must be HOST:PORT, .*; try localhost:8476"),
         ({}, {**GIVEN, "JAX_NUM_PROCESSES": "0"}, "processes=0 must be at least 1; use 1 to run alone"),
         ({"cluster": "slum"}, {}, "cluster='slum' is not known to jax; use auto, none or one of .*slurm"),
