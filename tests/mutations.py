@@ -1403,6 +1403,20 @@ MUTATIONS = (
         "checkpoint/test_local_checkpoints.py::test_the_latest_are_kept_where_the_clock_was_set_back",
     ),
     Mutation(
+        "threads_of_a_failed_save_left_waiting",
+        "checkpoint/store.py",
+        "            end_threads_since(self._threads)\n",
+        "",
+        "checkpoint/test_write_errors.py::test_the_threads_of_a_failed_save_end",
+    ),
+    Mutation(
+        "a_full_local_disk_reported_every_time",
+        "training/local_tier.py",
+        "if failure not in (None, before):",
+        "if failure is not None:",
+        "checkpoint/test_local_checkpoints.py::test_a_disk_that_stays_full_is_reported_once_and_so_is_its_end",
+    ),
+    Mutation(
         "local_parts_of_two_starts_put_together",
         "training/local_tier.py",
         "holders = [one for one, files in enumerate(there) if (point, kind) in files]",

@@ -20,8 +20,8 @@ WITHIN = {
     "platforms": "kinds compat runtime_errors cpu machine_memory pinned_memory compiler programs torus device_order",
     "update": "arguments train_state pipeline_state attempt conditional extra_arguments apply streamed states "
     "programs on_mesh split_step train_step",
-    "checkpoint": "manifest stored_parts record obstacles damage step_directories together write_errors saved_steps "
-    "store",
+    "checkpoint": "manifest stored_parts record obstacles damage step_directories together write_errors abandoned "
+    "saved_steps store",
     "cli": "bench supervisor keys options given devices memory training models checks layouts others commands __main__",
 }
 """The order within packages whose files build on each other."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial as partial_of
@@ -21,6 +22,7 @@ from typing import Any, cast
 import jax
 from orbax.checkpoint import v1 as ocp
 
+from jaxfb.checkpoint.abandoned import end_threads_since
 from jaxfb.checkpoint.damage import damage
 from jaxfb.checkpoint.manifest import (
     WHO,
@@ -82,6 +84,7 @@ class CheckpointStore(SavedSteps):
         self._writer: ocp.training.Checkpointer | None = None
         self._pending: ocp.AsyncResponse | None = None
         self._pending_step: int | None = None
+        self._threads: list[threading.Thread] = []  # that there were before the save
 
     def save(self, step: int, state: Any, host: Mapping[str, Any]) -> None:
         """Saves one step as a whole: arrays and host values are committed together or not at all.
@@ -100,6 +103,7 @@ class CheckpointStore(SavedSteps):
         check_writable(state, named_leaves(state))
         leaves = named_leaves(as_saved(state))
         content = {"format": FORMAT, "step": step, "leaves": shapes_of(leaves), "host": as_json(host)}
+        self._threads = threading.enumerate()
         writer = self._writer_for(step)
         reach("save")
         write_errors.forget(self.directory)
@@ -176,12 +180,10 @@ class CheckpointStore(SavedSteps):
 
     def close(self) -> None:
         """Waits, then releases the writer. The store can still be read afterwards."""
+        self.wait()  # which gives a writer up whose save failed
         writer, self._writer = self._writer, None
-        try:
-            self.wait()
-        finally:
-            if writer is not None:
-                writer.close()
+        if writer is not None:
+            writer.close()
 
     def __enter__(self) -> CheckpointStore:
         return self
@@ -224,6 +226,7 @@ class CheckpointStore(SavedSteps):
         writer, self._writer = self._writer, None
         # of several processes the others may not come to the end of the save, for which closing would wait
         if writer is not None and jax.process_count() == 1:
+            end_threads_since(self._threads)
             with contextlib.suppress(Exception):
                 writer.close()
 

@@ -74,7 +74,8 @@ class LogConfig:
 class HostsConfig:
     """Lists the processes of the job, and how long they wait; it never changes results and is not saved with the run.
 
-    coordinator: HOST:PORT of process 0, [ADDRESS]:PORT for IPv6; null: $JAX_COORDINATOR_ADDRESS, else what the launcher sets.
+    coordinator: HOST:PORT of process 0, [ADDRESS]:PORT for IPv6; null: $JAX_COORDINATOR_ADDRESS, else what the
+      launcher sets.
     processes: number of processes of the job; null: $JAX_NUM_PROCESSES, else what the launcher sets.
     process_id: number of this process, from 0; null: $JAX_PROCESS_ID, else what the launcher sets.
     cluster:       "auto" detects Slurm, Open MPI, Kubernetes and TPU pods; "none" detects nothing; or the name of a

@@ -160,8 +160,8 @@ def _checked(given: dict) -> tuple[str, int, int]:
     if not _is_address(coordinator):
         use = _nearest_address(coordinator)
         raise Refused(
-            f"[hosts] coordinator={coordinator!r} must be HOST:PORT, a name or address (of IPv6 in brackets) and a number "
-            f"up to {LAST_PORT}; try {use}",
+            f"[hosts] coordinator={coordinator!r} must be HOST:PORT, a name or address (of IPv6 in brackets) and a "
+            f"number up to {LAST_PORT}; try {use}",
             [{"coordinator": use}],
         )
     if processes < 1:

@@ -84,6 +84,7 @@ class LocalTier:
         self._start = ""  # known from the first save on
         self._kinds: Sequence[str] = ()  # of all processes, known from the first save on
         self._shift: int | None = None
+        self._failure: str | None = None  # of the last one to be written
 
     def save(self, update: int, base: int | None, state: PyTree, host: Mapping[str, Any]) -> None:
         """Copies a state from the devices, and writes it while the run goes on.
@@ -155,10 +156,20 @@ class LocalTier:
                 write(self._own / str(name), body)
                 reach("local.done")
             self._rotate(next(iter(files)).point)
+            self._report(None)
         except OSError as error:
-            log.warning("[checkpoint] no local checkpoint was written to %s: %s", self._own, error.strerror)
+            self._report(error.strerror or str(error))
             with suppress(OSError):
                 self._remove_unfinished()
+
+    def _report(self, failure: str | None) -> None:
+        """Reports why none was written, and that one is again; each once, since a full disk is full for long."""
+        before, self._failure = self._failure, failure
+        if failure not in (None, before):
+            text = "[checkpoint] no local checkpoint was written to %s: %s; the next ones are tried without a word"
+            log.warning(text, self._own, failure)
+        elif failure is None and before is not None:
+            log.warning("[checkpoint] local checkpoints are written to %s again", self._own)
 
     def _remove_unfinished(self) -> None:
         """Removes what a full disk or a kill left of a file: it would keep the next one from being written."""

@@ -101,6 +101,7 @@ class Run(AbstractContextManager["Run"]):
         self.unwritten: list[dict[str, Any]] = []
         self._local: LocalTier | None = None
         self._opened: OpenDirectory | None = None
+        self._found: Mapping[str, Any] | None = None  # the record of the checkpoint that the run goes on from
         self._saved: int | None = None
         self._noted = False  # in the run directory, that there are checkpoints
         self._evaluated_at: int | None = None
@@ -180,6 +181,7 @@ class Run(AbstractContextManager["Run"]):
         if "goodput" in record:
             self.goodput.restore(record["goodput"])
         self.done = self.before = record["update"]
+        self._found = record
         self.unwritten = record.get("unwritten", [])
 
     def _resume_saved(self, allow_changes: bool) -> tuple[Any, dict[str, Any]]:
@@ -350,9 +352,17 @@ class Run(AbstractContextManager["Run"]):
         if not self.directory.is_run():
             raise self._displaced()
         with self.phases("saving"):
-            self._store.save(self.done, self._sound_state(), self.record(self.done))
+            self._store.save(self.done, self._sound_state(), self._record_to_save())
         self._saved = self.done
         return True
+
+    def _record_to_save(self) -> Mapping[str, Any]:
+        """Returns what a checkpoint of this state has beside its arrays.
+
+        A state of a longer run, which ends at once with fewer updates, keeps its record: no position is planned for it.
+        """
+        is_beyond = self._found is not None and self.done > self.total
+        return self._found if is_beyond else self.record(self.done)
 
     def _sound_state(self) -> Any:
         state = self.work.state()

@@ -138,6 +138,22 @@ def test_a_full_disk_is_reported_and_the_run_goes_on(mesh, tmp_path, caplog):
     assert "no local checkpoint was written" in caplog.text
 
 
+def test_a_disk_that_stays_full_is_reported_once_and_so_is_its_end(mesh, tmp_path, caplog):
+    """It was a line for every local checkpoint, of which a long run has thousands."""
+    place = tmp_path / "disk"
+    place.write_text("")
+    tier = LocalTier(LocalConfig(1, str(place)), "run")
+    with caplog.at_level(logging.WARNING):
+        for update in range(1, 6):
+            if update == 4:
+                place.unlink()
+            tier.save(update, None, state_on(mesh), {})
+            tier.wait()
+    failed, again = [record.getMessage() for record in caplog.records]
+    assert failed.endswith("Not a directory; the next ones are tried without a word")
+    assert again == f"[checkpoint] local checkpoints are written to {place}/run/process-0 again"
+
+
 def test_nothing_is_left_of_a_file_that_the_disk_could_not_take_whole(mesh, tmp_path, monkeypatch):
     """What a failed save or a killed process left would fill the disk, or the memory of /dev/shm."""
     tier, real = LocalTier(LocalConfig(every=1, dir=str(tmp_path), keep=2), "run"), os.fsync
@@ -263,6 +279,18 @@ def test_a_killed_run_goes_on_from_the_newest_of_both_tiers(tmp_path, killed, go
     assert f"after update {goes_on} of 20" in capsys.readouterr().out
     assert losses(tmp_path / "run") == losses(tmp_path / "whole") and len(losses(tmp_path / "run")) == 20
     assert not any((tmp_path / "disk").iterdir())  # nothing stays behind a finished run
+
+
+def test_a_run_that_is_made_shorter_than_its_local_checkpoint_ends_there(tmp_path, capsys):
+    """It was refused, since there is no position in the data for an update beyond the last."""
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "run", tmp_path / "disk", callbacks=[Die(11)])
+    result = train(tmp_path / "run", tmp_path / "disk", updates=6, resume=True)
+    assert (result.status, result.updates) == ("finished", 9)
+    assert "was saved after update 9, beyond the 6 that run.updates gives" in capsys.readouterr().out
+    train(tmp_path / "run", tmp_path / "disk", updates=11, resume=True)
+    assert "after update 9 of 11" in capsys.readouterr().out
+    assert sorted(losses(tmp_path / "run")) == list(range(1, 12))
 
 
 def test_a_run_that_begins_anew_forgets_local_checkpoints(tmp_path, capsys):

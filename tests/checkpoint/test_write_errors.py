@@ -1,12 +1,15 @@
 """A process whose part of a checkpoint cannot be written does not wait for the others, who wait for it."""
 
+import errno
 import logging
+import os
 import resource
 import sys
 import threading
 
 import jax
 import pytest
+from orbax.checkpoint._src.futures import future, synchronization
 
 from jaxfb.checkpoint import store as checkpoint
 from jaxfb.checkpoint.store import CannotWrite, CheckpointStore
@@ -92,3 +95,46 @@ def test_late_answers_of_the_storage_library_are_not_printed(monkeypatch):
     assert said == [other]
     hook()  # of the main thread it would be an error of the program
     assert said == [other, late, other]
+
+
+class Refusing:
+    """A save that has failed, and a writer that repeats its error when it is closed."""
+
+    def result(self):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    close = result
+
+
+def test_the_threads_of_a_failed_save_end(tmp_path, monkeypatch):
+    """They waited for the signals of threads that had failed, for up to a week, and so did the end of the program."""
+    written, created = [], synchronization.HandlerAwaitableSignal.STEP_DIRECTORY_CREATION
+    thread = future._SignalingThread(
+        target=lambda: written.append(1),
+        send_signals=[],
+        receive_signals=[created],
+        timeout_secs=60,
+        operation_id="test",
+    )
+
+    def begun(*_):
+        thread.start()
+        return Refusing()
+
+    store = CheckpointStore(tmp_path)
+    monkeypatch.setattr(checkpoint, "_begun_save", begun)
+    store.save(2, STATE, {})
+    with pytest.raises(CannotWrite, match="Too many open files"):
+        store.wait()
+    threading.Thread.join(thread, 30)
+    assert not thread.is_alive() and not written
+
+
+def test_the_error_of_the_last_save_is_not_hidden_by_that_of_closing(tmp_path, monkeypatch):
+    store = CheckpointStore(tmp_path)
+    monkeypatch.setattr(checkpoint, "_begun_save", lambda *_: Refusing())
+    store.save(2, STATE, {})
+    store._writer.close()
+    store._writer = Refusing()
+    with pytest.raises(CannotWrite, match="step 2 could not be written .*: Too many open files"):
+        store.close()
