@@ -1882,6 +1882,20 @@ MUTATIONS = (
         "training/test_signals.py::test_a_signal_stops_a_start_up_in_python",
     ),
     Mutation(
+        "a_process_that_hangs_at_its_end_waited_for",
+        "cli/supervisor.py",
+        "            return self.ending\n",
+        "            return math.inf\n",
+        "cli/test_supervisor.py::test_a_process_that_hangs_at_its_end_is_not_waited_for_without_limit",
+    ),
+    Mutation(
+        "ctrl_c_raised_in_imports",
+        "process/signals.py",
+        "if not _is_importing(frame):",
+        "if True:",
+        "cli/test_cli.py::test_ctrl_c_while_modules_are_imported_is_one_word",
+    ),
+    Mutation(
         "refusals_started_again",
         "cli/supervisor.py",
         "FINAL = (DONE, REFUSED,",

@@ -2,7 +2,7 @@
 
 import sys
 
-from jaxfb.cli.commands import main
+from jaxfb.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

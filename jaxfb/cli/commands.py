@@ -42,17 +42,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     if arguments is None:
         _print_what_can_be_printed()
-    options = parse(arguments)
+    options = None
     first, *older = gc.get_threshold()
     gc.set_threshold(max(first, COLLECT_AFTER), *older)
     was_interrupted = False
     try:
+        options = parse(arguments)
         code = HANDLERS[options.verb](options) or DONE
         print(end="", flush=True)  # also where the shell has closed the output
     except KeyboardInterrupt as error:
         print("jaxfb: stopped", file=sys.stderr)
         code, was_interrupted = 128 + getattr(error, "number", signal.SIGINT), True
     except Exception as error:
+        if options is None:
+            raise
         code = _ended_by(error, options)
     # a call from Python, which passes arguments, goes on after this one
     may_wait_for_threads = arguments is None and (code == UNWRITTEN or was_interrupted)

@@ -7,6 +7,7 @@ start -> all end -> done, refused, interrupted or given up: end likewise
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -24,6 +25,9 @@ from jaxfb.process.signals import ENDING, caught_here
 FINAL = (DONE, REFUSED, UNWRITTEN, RESUMABLE, GAVE_UP, FAULTY)
 STOPPING = 15.0  # seconds that the others get to notice, once one process has ended for good or was lost
 AFTER_A_KILL = 5.0  # the same, where one was killed: the others cannot continue, and have nothing to save
+AFTER_THE_END = (
+    300.0  # the same, once one is done: all have come to the end, but may still upload what they logged
+)
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0
 DOUBLINGS = 16  # of the wait, far beyond the longest; 2**1024 is no float
 
@@ -39,6 +43,7 @@ class Supervisor:
     processes: how many there are.
     restarts:  how often in a row the job is started again without having run longer than `healthy` seconds.
     healthy:   seconds after which a start counts as successful, so that restarts are counted from zero again.
+    stopping:  seconds that the others get once one has ended badly. ending: the same, once one has ended with 0.
     report:    receives a sentence for each restart.
     """
 
@@ -47,6 +52,7 @@ class Supervisor:
     restarts: int = 3
     healthy: float = 300.0
     stopping: float = STOPPING
+    ending: float = AFTER_THE_END
     report: Callable[[str], None] = field(default=lambda text: _print(text))
 
     def run(self) -> int:
@@ -113,16 +119,29 @@ class Supervisor:
                 child.send_signal(self._signalled)
 
     def _wait(self) -> int:
-        """Waits until all processes have ended, or for a while once one has ended badly; returns the worst code."""
-        deadline = None
+        """Waits until all processes have ended, or for a while once one has; returns the worst code."""
+        deadline = math.inf
         while None in (codes := [child.poll() for child in self._children]):
-            if deadline is None and any(code not in (None, DONE) for code in codes):
-                killed = any(code is not None and code < 0 for code in codes)
-                deadline = time.monotonic() + (min(self.stopping, AFTER_A_KILL) if killed else self.stopping)
-            if deadline is not None and time.monotonic() > deadline:
+            now = time.monotonic()
+            deadline = min(deadline, now + self._patience([code for code in codes if code is not None]))
+            if now > deadline:
+                if not any(codes):
+                    late = ", ".join(str(index) for index, code in enumerate(codes) if code is None)
+                    self.report(
+                        f"jaxfb: [launch] process {late} of {self.processes} has not ended {self.ending:g} s after "
+                        "another, which was done; it is killed"
+                    )
                 break
             time.sleep(0.05)
         return _of_all([LOST if code is None else code for code in codes])
+
+    def _patience(self, codes: Sequence[int]) -> float:
+        """Returns the seconds that the others get, at most, where some have ended with these codes."""
+        if not codes:
+            return math.inf
+        if all(code == DONE for code in codes):
+            return self.ending
+        return min(self.stopping, AFTER_A_KILL) if min(codes) < 0 else self.stopping
 
     def _end_all(self) -> None:
         for child in self._children:

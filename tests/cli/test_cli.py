@@ -4,6 +4,7 @@ import errno
 import os
 import resource
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -311,6 +312,27 @@ def test_eval_of_a_post_trained_run_names_what_can_be_scored(tmp_path, capsys):
     (tmp_path / "sft.yaml").write_text(text)
     assert main(["eval", str(tmp_path / "sft.yaml")]) == 2
     assert "is of `jaxfb sft`" in (said := capsys.readouterr().err) and "--text FILE" in said
+
+
+INTERRUPTED = """
+import importlib.abc, os, signal, sys
+class Interrupting(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == wanted:
+            os.kill(os.getpid(), signal.SIGINT)
+wanted = sys.argv.pop(1)
+sys.meta_path.insert(0, Interrupting())
+from jaxfb.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("name", ["jaxfb.cli.options", "numpy"])
+def test_ctrl_c_while_modules_are_imported_is_one_word(name):
+    """It was a traceback, or an ImportError of numpy's and exit code 1."""
+    command = [sys.executable, "-c", INTERRUPTED, name, "eval", "quickstart"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "jaxfb: stopped\n")
 
 
 LEFT_WAITING = """

@@ -42,7 +42,7 @@ def job(tmp_path, monkeypatch):
     """Runs processes whose exit codes at each start are given; returns (code, sentences, starts of process 0)."""
     monkeypatch.setattr("jaxfb.cli.supervisor.FIRST_WAIT", 0.01)
 
-    def run(*plans, restarts=3, healthy=300.0):
+    def run(*plans, restarts=3, healthy=300.0, ending=300.0):
         for index, plan in enumerate(plans):
             (tmp_path / f"plan{index}").write_text(plan)
 
@@ -52,7 +52,8 @@ def job(tmp_path, monkeypatch):
             return [sys.executable, "-c", CHILD, str(tmp_path), str(index), *words], {}
 
         said = []
-        code = Supervisor(command, len(plans), restarts, healthy, stopping=0.5, report=said.append).run()
+        how = {"stopping": 0.5, "ending": ending, "report": said.append}
+        code = Supervisor(command, len(plans), restarts, healthy, **how).run()
         return code, said, (tmp_path / "log0").read_text().splitlines()
 
     return run
@@ -127,6 +128,16 @@ def test_one_lost_process_ends_and_restarts_all(job, tmp_path):
     assert code == 0 and len(starts) == 2
     assert (tmp_path / "log1").read_text().splitlines() == ["", "--resume"]
     assert "killed by SIGKILL" in said[0]
+
+
+def test_a_process_that_hangs_at_its_end_is_not_waited_for_without_limit(job):
+    """The other had ended with 0, and the launcher waited for ever."""
+    code, said, starts = job("0 0", "sleep 0", ending=0.2)
+    assert code == 0 and starts == ["", "--resume"]
+    assert said[0].startswith(
+        "jaxfb: [launch] process 1 of 2 has not ended 0.2 s after another, which was done"
+    )
+    assert "the job was lost (exit code 76); starting again with --resume" in said[1]
 
 
 def test_a_refusal_of_one_process_ends_the_job(job):
