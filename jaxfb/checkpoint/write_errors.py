@@ -14,6 +14,7 @@ from collections.abc import Callable
 from etils import epath
 
 IN_BACKGROUND = "background save thread"
+PREEMPTION = "Reached preemption sync point"
 LOOK = 0.2  # seconds between two looks
 
 
@@ -28,9 +29,14 @@ class WriteErrors(logging.Filter):
         self._found: list[tuple[str, BaseException]] = []
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Returns whether a record is to be printed; keeps the error of one that is not."""
-        if record.levelno != logging.ERROR or "orbax" not in record.pathname:
+        """Returns whether a record is to be printed; keeps the error of one that is not.
+
+        That a run ends because of a signal is printed by the run, once; Orbax tells it five times in each process.
+        """
+        if "orbax" not in record.pathname:
             return True
+        if record.levelno != logging.ERROR:
+            return PREEMPTION not in record.getMessage()
         error, text = record.exc_info and record.exc_info[1], record.getMessage()
         if error and IN_BACKGROUND in text:
             self._found.append((text, error))

@@ -85,7 +85,7 @@ class Supervisor:
             begun = self._connection.has_begun() or begun
             failures = 1 if time.monotonic() - started > self.healthy else failures + 1
             if failures > self.restarts:
-                self.report(f"jaxfb: [launch] {_ending(code)} {failures} times in a row; giving up")
+                self.report(f"jaxfb: [launch] {_ending(code)}, {failures} times in a row; giving up")
                 return code
             wait = min(LONGEST_WAIT, FIRST_WAIT * 2.0 ** min(failures - 1, DOUBLINGS))
             self.report(

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import jax
@@ -197,13 +198,15 @@ def check_targets(lora: LoRA, layers: Mapping) -> list[str]:
             "dropout=0, or targets without experts",
             [{"dropout": 0.0}],
         )
-    _warn_of_rank(lora, layers, chosen)
+    _warn_of_rank(lora, max(min(matrix.shape[-2:]) for name, matrix in _matrices(layers) if name in chosen))
     return chosen
 
 
-def _warn_of_rank(lora: LoRA, layers: Mapping, chosen: Collection[str]) -> None:
-    """Warns of a rank that no target can use: a change of a matrix has no higher rank than its smaller dimension."""
-    largest = max(min(matrix.shape[-2:]) for name, matrix in _matrices(layers) if name in chosen)
+@cache  # a run looks at its targets several times
+def _warn_of_rank(lora: LoRA, largest: int) -> None:
+    """Warns, once, of a rank that no target can use: a change of a matrix has no higher rank than its smaller
+    dimension, `largest`.
+    """
     if lora.rank > largest:
         warnings.warn(
             f"[lora] rank={lora.rank} is above the smaller dimension of every target, at most {largest}: such adapters "

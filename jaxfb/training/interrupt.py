@@ -64,6 +64,7 @@ class Interrupt:
     def __init__(self):
         self.limit(None, None)
         self._limit: str | None = None
+        self._sent: str | None = None  # the signal that came to this process, of several
         self.signal: str | None = None
         self.failure: str | None = None
         self.remedy = ""
@@ -99,7 +100,7 @@ class Interrupt:
     def is_due(self, update: int) -> bool:
         """Returns whether the run ends after this update; every process asks after each update."""
         if self._several and multihost_utils.reached_preemption_sync_point(update):
-            self.signal = self._limit or signal.SIGTERM.name
+            self.signal = self._limit or self._sent or signal.SIGTERM.name
         if self._minutes is not None and time.monotonic() - self._began >= 60 * self._minutes:
             self._reach(f"run.minutes={self._minutes:g}")
         if update == self._stop_at:
@@ -158,6 +159,7 @@ class Interrupt:
             if not self.begun:
                 self._later(lambda: self._end_unsaved(number))
             elif self._several:
+                self._sent = number.name
                 self._announce()
 
     def _later(self, end: Callable[[], None]) -> None:

@@ -72,6 +72,7 @@ def test_errors_are_those_of_the_directory_and_other_records_pass(tmp_path):
     assert not errors.filter(record(logging.ERROR, "/orbax/x.py", "another", OSError("other")))
     assert errors.filter(record(logging.ERROR, "/grain/x.py", told, OSError("other")))
     assert errors.filter(record(logging.WARNING, "/orbax/x.py", told))
+    assert not errors.filter(record(logging.WARNING, "/orbax/x.py", "Reached preemption sync point, step=3"))
     assert str(errors.of(tmp_path)) == "full" and errors.of(tmp_path / "elsewhere") is None
     errors.forget(tmp_path)
     assert errors.of(tmp_path) is None

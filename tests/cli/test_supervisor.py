@@ -157,7 +157,7 @@ def test_a_signal_reaches_the_processes_and_ends_the_job(job, tmp_path):
 
 def test_a_job_that_is_killed_again_and_again_ends_with_the_code_that_a_shell_has(job):
     code, said, _ = job("-9 -9", restarts=1)
-    assert code == 128 + signal.SIGKILL and "killed by SIGKILL 2 times in a row" in said[-1]
+    assert code == 128 + signal.SIGKILL and "killed by SIGKILL, 2 times in a row" in said[-1]
 
 
 def sleeper(index, processes, coordinator, restarted):

@@ -73,6 +73,23 @@ def test_a_second_interrupt_is_a_keyboard_interrupt_and_a_repeated_one_is_not(mo
             send(signal.SIGINT)
 
 
+def test_of_several_processes_each_names_the_signal_that_it_was_sent(monkeypatch):
+    """After Ctrl-C the run told of a SIGTERM, which is how jax's service finds the update to end after."""
+    monkeypatch.setattr(
+        interrupt.multihost_utils, "reached_preemption_sync_point", lambda update: update == 2
+    )
+    monkeypatch.setattr(Interrupt, "_announce", lambda self: None)
+    for number, name in ((signal.SIGINT, "SIGINT"), (None, "SIGTERM")):
+        with Interrupt() as caught:
+            caught.begun = caught._several = True
+            if number:
+                send(number)
+                while caught._sent is None:
+                    time.sleep(0.01)
+            assert not caught.is_due(1)
+            assert caught.is_due(2) and caught.signal == name
+
+
 @pytest.fixture
 def hangup_by_default():
     """The tests themselves may run under nohup, which ignores it."""
