@@ -1896,6 +1896,13 @@ MUTATIONS = (
         "cli/test_cli.py::test_ctrl_c_while_modules_are_imported_is_one_word",
     ),
     Mutation(
+        "threads_of_a_failed_process_waited_for",
+        "training/hosts.py",
+        "        leave_after_main(code)\n",
+        "",
+        "training/test_stuck.py::test_a_process_of_several_that_failed_does_not_wait_for_the_threads_of_a_save",
+    ),
+    Mutation(
         "refusals_started_again",
         "cli/supervisor.py",
         "FINAL = (DONE, REFUSED,",

@@ -39,6 +39,7 @@ from jaxfb.training.watch import (
     Watch,
     briefly,
     leave,
+    leave_after_main,
     start_again,
 )
 
@@ -289,9 +290,10 @@ class Hosts:
         """Notifies the others; where a collective broke, names the process that broke it."""
         if self.count == 1:
             return
-        stopped = isinstance(error, Stopped)
+        code = RESUMABLE if isinstance(error, Stopped) else 1
         # before jax's own end, which would wait for the others
-        atexit.register(leave, RESUMABLE if stopped else 1)
+        atexit.register(leave, code)
+        leave_after_main(code)
         if is_of_runtime(error) and "RESOURCE_EXHAUSTED" not in str(error):
             cause = watch.cause(self.config.lost_after + 2 * SLICE)
             if cause:

@@ -28,6 +28,7 @@ LAST_WORDS = 10.0  # seconds that process 0, which runs the coordinator, waits f
 BRIEFLY = (
     5.0  # seconds for what needs the disk or the coordinator while the process ends; either may be what hangs
 )
+LAST_THREADS = 30.0  # seconds that other threads get once the main thread has ended after a failure
 NATIVE_MARGIN = 60.0  # seconds after which a process ends whose Python does not run at all
 SIGNS_APART = 3  # updates, at least 0.25 s, and more seconds in a job of very many processes
 STDERR = 2
@@ -242,6 +243,20 @@ def leave(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def leave_after_main(code: int) -> None:
+    """Ends this process a while after its main thread, for whose other threads Python waits without limit.
+
+    After a save that failed those of the storage library wait for other processes, which are gone by then.
+    """
+
+    def end() -> None:
+        threading.main_thread().join()
+        time.sleep(LAST_THREADS)
+        leave(code)
+
+    threading.Thread(target=end, name="jaxfb end", daemon=True).start()
 
 
 def start_again() -> str:

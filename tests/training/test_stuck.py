@@ -88,3 +88,24 @@ def test_a_job_that_is_stopped_for_a_little_longer_than_its_limit_goes_on():
     time.sleep(3.5)
     job.send_signal(signal.SIGCONT)
     assert job.communicate("\n", timeout=60)[0] == "[None, None]\n"
+
+
+LEFT_WAITING = """
+import sys, threading, time
+from types import SimpleNamespace
+from jaxfb.training import watch
+from jaxfb.training.hosts import Hosts
+watch.LAST_THREADS = 0.5
+hosts = Hosts.__new__(Hosts)
+hosts.count = 2
+hosts._fail(SimpleNamespace(fail=lambda *_: None), OSError("full"))
+threading.Thread(target=time.sleep, args=[100]).start()
+print("the main thread ends")
+"""
+
+
+def test_a_process_of_several_that_failed_does_not_wait_for_the_threads_of_a_save():
+    """In a program, those of the storage library waited for the other processes for up to a week."""
+    command = [sys.executable, "-c", LEFT_WAITING]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "the main thread ends\n"), done.stderr
