@@ -361,8 +361,9 @@ class Run(AbstractContextManager["Run"]):
 
         A state of a longer run, which ends at once with fewer updates, keeps its record: no position is planned for it.
         """
-        is_beyond = self._found is not None and self.done > self.total
-        return self._found if is_beyond else self.record(self.done)
+        if self._found is not None and self.done > self.total:
+            return self._found
+        return self.record(self.done)
 
     def _sound_state(self) -> Any:
         state = self.work.state()
