@@ -94,8 +94,8 @@ IN_STEP = ("parallel.remat=selective", "parallel.fsdp_gather=step")
 INPUTS_OFFLOADED = {"remat_policy": "custom", "decoder_layer_input": "offload"}
 SHARED_RING = {"allow_split_physical_axes": True}
 """Two axes in one ring of the torus, which MaxText refuses unless it is asked."""
-LESS_REMAT = {"remat_policy": "minimal"}
-"""Use the memory that full recomputation leaves: of both libraries the products' results are kept."""
+LESS_REMAT = {"remat_policy": "minimal_with_context"}
+"""Use the memory that full recomputation leaves: both libraries keep the results of products and of attention."""
 BUT_FIRST = {"remat_policy": "save_dot_except_mlpwi"}
 """Keeps all products but the first two of an MLP or of the experts, where "minimal" takes more memory than there is."""
 JOBS = {
@@ -108,6 +108,12 @@ JOBS = {
     "8B, v6e:8x8, fsdp 64, nothing ahead": Job("8b", "v6e:8x8", NOTHING_AHEAD, None),
     "8B at 32k tokens, v5p:4x4x4, fsdp 16 x context 4": Job("8b", "v5p:4x4x4", LONG, LONG_MAXTEXT),
     "8B at 128k tokens, v5p:4x4x4, fsdp 4 x context 16": Job("8b", "v5p:4x4x4", LONGER, LONGER_MAXTEXT),
+    "8B at 32k tokens, v5p:4x4x4, fsdp 16 x context 4, memory used": Job(
+        "8b", "v5p:4x4x4", LONG + IN_STEP[:1], LONG_MAXTEXT | LESS_REMAT
+    ),
+    "8B at 128k tokens, v5p:4x4x4, fsdp 4 x context 16, memory used": Job(
+        "8b", "v5p:4x4x4", LONGER + IN_STEP[:1], LONGER_MAXTEXT | LESS_REMAT
+    ),
     "8B at 32k tokens, v5p:4x4x4, fsdp 8 x context 8": Job(
         "8b",
         "v5p:4x4x4",
@@ -206,6 +212,12 @@ JOBS = {
     "70B, v5p:8x8x8, pipe 8 x fsdp 8 x tensor 8, five chunks": Job(
         "70b", "v5p:8x8x8", (*STAGES, *FIVE_CHUNKS, "batch.rows=512"), PIPELINE | TWO_LAYER_STAGES
     ),
+    "70B, v5p:8x8x8, pipe 8 x fsdp 8 x tensor 8, five chunks, memory used": Job(
+        "70b",
+        "v5p:8x8x8",
+        (*STAGES, *FIVE_CHUNKS[:2], *IN_STEP, "batch.rows=512"),
+        PIPELINE | TWO_LAYER_STAGES | LESS_REMAT,
+    ),
     "70B, v5p:8x8x8, pipe 8 x fsdp 8 x tensor 8, layers' inputs on the host": Job(
         "70b", "v5p:8x8x8", (*STAGES, "batch.rows=512", *INPUTS_ON_HOST), None
     ),
@@ -220,6 +232,15 @@ JOBS = {
         "v5p:8x8x8",
         (*STAGES, *FIVE_CHUNKS, "batch.rows=128"),
         PIPELINE | {"num_pipeline_microbatches": 16, "per_device_batch_size": 1 / 4} | TWO_LAYER_STAGES,
+    ),
+    "70B, v5p:8x8x8, pipe 8 x fsdp 8 x tensor 8, 16 microbatches, five chunks, memory used": Job(
+        "70b",
+        "v5p:8x8x8",
+        (*STAGES, *FIVE_CHUNKS[:2], *IN_STEP, "batch.rows=128"),
+        PIPELINE
+        | {"num_pipeline_microbatches": 16, "per_device_batch_size": 1 / 4}
+        | TWO_LAYER_STAGES
+        | LESS_REMAT,
     ),
     "70B, v5p:8x8x8, pipe 8 x fsdp 8 x tensor 8, 16 microbatches, layers' inputs on the host": Job(
         "70b",
@@ -260,13 +281,13 @@ JOBS = {
     "405B with 128 layers, v5p:8x8x16, fsdp 1024, memory used": Job(
         "400b",
         "v5p:8x8x16",
-        ("mesh.fsdp=1024", "mesh.tp=1"),
+        ("mesh.fsdp=1024", "mesh.tp=1", "parallel.remat=selective*16+layer"),
         {
             "ici_fsdp_parallelism": 1024,
             "gradient_accumulation_steps": 2,
         }
         | BUT_FIRST,
-    ),  # neither has memory for the MLP's products; jaxfb uses it for a whole layer ahead
+    ),  # neither has memory for all of the products
     "Mixtral 8x22B, v5p:4x4x8, fsdp 16 x expert 8": Job("moe-141b", "v5p:4x4x8", (), MIXTRAL),
     "Mixtral 8x22B, v5p:4x4x8, fsdp 16 x expert 8, memory used": Job(
         "moe-141b", "v5p:4x4x8", IN_STEP[:1], MIXTRAL | BUT_FIRST

@@ -31,7 +31,7 @@ class WriteErrors(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         """Returns whether a record is to be printed; keeps the error of one that is not.
 
-        That a run ends because of a signal is printed by the run, once; Orbax tells it five times in each process.
+        That a run ends because of a signal is printed by the run, once; Orbax reports it five times in each process.
         """
         if "orbax" not in record.pathname:
             return True

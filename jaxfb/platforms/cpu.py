@@ -98,6 +98,6 @@ def _knows_scheduler() -> bool:
 @cache
 def _version() -> tuple[int, ...]:
     """Returns jaxlib's version, without what comes after the second number."""
-    from importlib import metadata  # a third of the time that `import jaxfb` would take
+    from importlib import metadata  # not loaded by every `import jaxfb`
 
     return tuple(map(int, re.findall(r"\d+", metadata.version("jaxlib"))[:2]))

@@ -166,7 +166,7 @@ class LocalTier:
         """Reports why none was written, and that one is again; each once, since a full disk is full for long."""
         before, self._failure = self._failure, failure
         if failure not in (None, before):
-            text = "[checkpoint] no local checkpoint was written to %s: %s; the next ones are tried without a word"
+            text = "[checkpoint] no local checkpoint was written to %s: %s; later failures are not reported"
             log.warning(text, self._own, failure)
         elif failure is None and before is not None:
             log.warning("[checkpoint] local checkpoints are written to %s again", self._own)

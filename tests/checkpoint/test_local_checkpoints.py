@@ -150,7 +150,7 @@ def test_a_disk_that_stays_full_is_reported_once_and_so_is_its_end(mesh, tmp_pat
             tier.save(update, None, state_on(mesh), {})
             tier.wait()
     failed, again = [record.getMessage() for record in caplog.records]
-    assert failed.endswith("Not a directory; the next ones are tried without a word")
+    assert failed.endswith("Not a directory; later failures are not reported")
     assert again == f"[checkpoint] local checkpoints are written to {place}/run/process-0 again"
 
 
