@@ -65,7 +65,8 @@ class Attention(nnx.Module):
         query, key = self._rotated(query, positions_RT), self._rotated(key, positions_RT)
         context_RTHK, kept = attend(self._scaled(query), key, value, *self._scores())
         joined = context_RTHK.reshape(*x_RTD.shape[:2], -1)
-        out_RTD = gathered_once_backward(self.output(constrain(joined, None, None, "tensor")))
+        out_RTD = self.output(constrain(joined, None, None, "tensor"))
+        out_RTD = gathered_once_backward(out_RTD, joined.shape[-1])
         return residual_stream(out_RTD, self.config.sequence_parallel), kept
 
     def _projected(self, x_RTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

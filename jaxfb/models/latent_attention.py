@@ -49,7 +49,8 @@ class LatentAttention(Attention):
         query, key, value = self._expanded(x_RTD, positions_RT)
         context_RTHK, kept = attend(self._scaled(query), key, value, *self._scores())
         joined = context_RTHK[..., : self.latent.value_size].reshape(*x_RTD.shape[:2], -1)
-        out_RTD = gathered_once_backward(self.output(constrain(joined, None, None, "tensor")))
+        out_RTD = self.output(constrain(joined, None, None, "tensor"))
+        out_RTD = gathered_once_backward(out_RTD, joined.shape[-1])
         return residual_stream(out_RTD, self.config.sequence_parallel), kept
 
     def _expanded(self, x_RTD: jax.Array, positions_RT: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -149,10 +149,11 @@ def test_the_gradient_of_attentions_answer_is_gathered_before_its_products(mesh)
     x = jnp.ones((ROWS, LENGTH, 16))
 
     def gradient(cotangent):
-        return jax.vjp(gathered_once_backward, x)[1](cotangent)[0]
+        return jax.vjp(lambda x: gathered_once_backward(x, 2 * 2047), x)[1](cotangent)[0]
 
-    assert gathered_once_backward(x) is x
+    assert gathered_once_backward(x, 16) is x
     with jax.set_mesh(mesh):
+        assert gathered_once_backward(x, 2 * 2048) is x  # its products are longer than a gather
         np.testing.assert_array_equal(jax.jit(gradient)(2 * x), 2 * x)
         (gathered,) = [eqn for eqn in jax.make_jaxpr(gradient)(x).eqns if "constraint" in eqn.primitive.name]
     assert "tensor" not in gathered.params["sharding"].spec
