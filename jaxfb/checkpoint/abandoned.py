@@ -8,8 +8,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable
+from typing import Any
 
-from orbax.checkpoint._src.futures import future
+try:
+    from orbax.checkpoint._src.futures import future
+
+    _WAITING: Any = future._SignalingThread
+except (ImportError, AttributeError):  # private names of Orbax; without them its threads are left alone
+    _WAITING = ()
 
 LOOK = 0.2  # seconds between two looks
 
@@ -35,10 +41,8 @@ def end_threads_since(before: Iterable[threading.Thread]) -> None:
     threading.Thread(target=end, name="jaxfb abandoned save", daemon=True).start()
 
 
-def _waiting(known: set[threading.Thread]) -> list[future._SignalingThread]:
+def _waiting(known: set[threading.Thread]) -> list[Any]:
     """Returns Orbax's threads that run, without the known ones."""
     return [
-        thread
-        for thread in threading.enumerate()
-        if isinstance(thread, future._SignalingThread) and thread not in known
+        thread for thread in threading.enumerate() if isinstance(thread, _WAITING) and thread not in known
     ]
