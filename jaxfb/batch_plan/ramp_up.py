@@ -41,7 +41,7 @@ class RampUp:
         starts = [start for start, _ in steps]
         if not steps or starts[0] != 0:
             got = f"starts at {starts[0]}" if steps else "is missing"
-            raise PlanError(f"[{_WHO}] the first of the steps must start at 0 consumed rows, it {got}")
+            raise PlanError(f"[{_WHO}] the first of the steps must start at 0 consumed rows, but it {got}")
         if len(set(starts)) < len(starts):
             raise PlanError(f"[{_WHO}] two steps start at the same number of consumed rows: {starts}")
         object.__setattr__(self, "steps", steps)

@@ -284,20 +284,20 @@ def _check_groups(plan: RolloutPlan) -> None:
         choices = [_with_whole_groups(plan, rows) for rows in legal]
         words = offer([{"rows_per_update": rows} for rows in legal])
         raise PlanError(
-            f"[rollout] whole_groups keeps groups of {samples} samples together, updates of {plan.rows_per_update} "
+            f"[rollout] whole_groups keeps groups of {samples} samples together, but updates of {plan.rows_per_update} "
             f"rows cut them{words}",
             only_legal(choices, lambda one: replace(plan, **one)),
         )
     if train.by_tokens or train.rows_per_microbatch % plan.samples_per_prompt:
         per = f"{train.rows_per_microbatch} rows" if not train.by_tokens else "a token budget"
         raise PlanError(
-            f"[train] whole_groups keeps groups of {plan.samples_per_prompt} samples together; {per} per "
-            f"microbatch cuts them; use rows_per_microbatch={plan.samples_per_prompt} or a multiple of it",
+            f"[train] whole_groups keeps groups of {plan.samples_per_prompt} samples together, but microbatches "
+            f"of {per} cut them; use rows_per_microbatch={plan.samples_per_prompt} or a multiple of it",
             [{"plans": {**plan.plans, "train": _of_groups(train, samples, train.rows)}, "seed": None}],
         )
     if plan.seed is not None:
         raise PlanError(
-            "[rollout] whole_groups keeps groups together, a shuffle of rows cuts them; use seed=None",
+            "[rollout] whole_groups keeps groups together, but a shuffle of rows cuts them; use seed=None",
             [{"seed": None}],
         )
 
@@ -320,5 +320,5 @@ def _check_plans(plan: RolloutPlan) -> None:
     replicas = {purpose: one.data_parallel for purpose, one in plan.plans.items()}
     if len(set(replicas.values())) > 1:
         raise PlanError(
-            f"[rollout] plans of one mesh have one data_parallel, got {replicas}; use that of train"
+            f"[rollout] plans of one mesh must have the same data_parallel, got {replicas}; use that of train"
         )

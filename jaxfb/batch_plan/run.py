@@ -321,15 +321,13 @@ def _check_ramp_up(run: RunPlan) -> None:
     final = run._ramp.steps[-1][1]
     if final != run.train.rows:
         raise PlanError(
-            f"[run] ramp_up: ramp-up ends at {final} rows but the train plan has {run.train.rows}; make them equal"
+            f"[run] ramp_up ends at {final} rows but the train plan has {run.train.rows}; make them equal"
         )
     for start, rows in run._ramp.steps:
         try:
             run.train.replace(rows=rows)
         except PlanError as error:
-            raise PlanError(
-                f"[run] ramp_up: ramp-up step {start}:{rows} is not a legal plan: {error}"
-            ) from None
+            raise PlanError(f"[run] ramp_up: the step {start}:{rows} is not a legal plan: {error}") from None
 
 
 def _check_drop(run: RunPlan) -> None:
@@ -337,7 +335,7 @@ def _check_drop(run: RunPlan) -> None:
     largest = max(plan.real_rows for plan in run._plan_of.values())
     if run.remainder == "drop" and run.dataset_rows and run.dataset_rows < largest:
         raise PlanError(
-            f"[run] dataset {run.dataset_rows} rows is less than one update of {largest} rows, "
+            f"[run] dataset_rows={run.dataset_rows} is less than one update of {largest} rows, "
             'and remainder="drop" drops the rest; choose pad',
             [{"remainder": "pad"}],
         )
@@ -346,7 +344,7 @@ def _check_drop(run: RunPlan) -> None:
 def _check_some_updates(run: RunPlan) -> None:
     if run.total_updates == 0:
         raise PlanError(
-            f"[run] {_row_limit(run)} rows are less than one update of {run.rows_at(0)}, and "
+            f"[run] {_row_limit(run)} rows are fewer than one update of {run.rows_at(0)}, and "
             'remainder="drop" drops them; choose pad',
             [{"remainder": "pad"}],
         )

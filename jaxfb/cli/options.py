@@ -48,14 +48,14 @@ SCHEDULE_SIZES = {
     "pipe": "devices on the pipe axis",
     "microbatches": "microbatches of an update",
     "chunks": "stages per device (default: depends on the kind)",
-    "pieces": "pieces of a sequence, of seq1f1b and seq_abreast (default: 1)",
+    "pieces": "pieces of each sequence, for seq1f1b and seq_abreast (default: 1)",
 }
 SCHEDULE_COSTS = {
     "forward": "a forward of one microbatch on a device",
     "backward-input": "an input gradient",
     "backward-weight": "a weight gradient",
     "head": "head and loss",
-    "attention": "attention to other tokens, as a share of the first three: late pieces cost more",
+    "attention": "attention to other tokens, as a share of the first three costs; it makes late pieces cost more",
 }
 EXAMPLES = {
     "train": "jaxfb train quickstart --smoke",

@@ -65,8 +65,8 @@ def _check_open_files() -> None:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= limit < LEAST_OPEN_FILES:
         raise Refused(
-            f"[train] this process may open {limit} files, a run opens up to {LEAST_OPEN_FILES} and one for each token "
-            "file; allow more: ulimit -n 4096"
+            f"[train] this process may open {limit} files, but a run opens up to {LEAST_OPEN_FILES} and one for each "
+            "token file; allow more: ulimit -n 4096"
         )
 
 

@@ -80,6 +80,6 @@ def check_sizes(source: str, sizes: Mapping[str, Any], given: Mapping[str, Any])
             continue
         if value is not None and value != sizes[name]:
             raise Refused(
-                f"[model] {name}={shown(value)} is not the {shown(sizes[name])} of from={source}; leave it out",
+                f"[model] {name}={shown(value)} differs from {shown(sizes[name])}, that of from={source}; leave it out",
                 [{name: sizes[name]}],
             )

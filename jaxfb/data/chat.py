@@ -143,7 +143,7 @@ class Chat:
         if not through.startswith(before):
             raise Refused(
                 f"[chat] the template opens an answer with {before[-40:]!r} and writes message {number} without it, so "
-                "a model would be prompted otherwise than it was trained; use another template"
+                "a model would be prompted differently from how it was trained; use another template"
             )
         last = "conversations.learn=last, or " * has_others
         raise Refused(

@@ -127,7 +127,7 @@ def _refuse_unread(values: dict, where: str) -> None:
     for name in _NOT_READ:
         if values.get(name) not in (None, "", [], {}, 1):
             raise Refused(
-                f"{where}: {name}={shown(values[name])} is not read, so other tokens would be learnt than are meant; "
+                f"{where}: {name}={shown(values[name])} is not read, so other tokens would be learnt than intended; "
                 f'write it into "content", or remove {name}'
             )
 

@@ -58,14 +58,14 @@ class MappedFile:
         try:
             found = b"".join(map(os.pread, repeat(file), lengths.tolist(), places.tolist()))
         except OSError as error:  # of a disk or a server
-            raise Refused(f"[data] {self._path} cannot be read: {error.strerror}; see to its disk") from error
+            raise Refused(f"[data] {self._path} cannot be read: {error.strerror}; check its disk") from error
         if len(found) != len(positions) * size:
             raise self._cut(os.fstat(file).st_size)
         return np.frombuffer(found, self._array.dtype)
 
     def _cut(self, size: int) -> Refused:
         return Refused(
-            f"[data] {self._path} was cut to {size} bytes while it was read, it had {self._end}; put the whole file "
+            f"[data] {self._path} was cut from {self._end} to {size} bytes while it was read; put the whole file "
             "back"
         )
 

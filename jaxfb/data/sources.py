@@ -270,8 +270,10 @@ def decoded(content: bytes, path: str | Path, start: int = 0) -> str:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         if not start and content.startswith(UTF_16):
-            raise Refused(f"[data] {path} is UTF-16; convert it, as by iconv -f utf-16 -t utf-8") from None
-        advice = _other_kind(path) or "convert it, as by iconv -f latin1 -t utf-8, or leave it out"
+            raise Refused(
+                f"[data] {path} is UTF-16; convert it, for example by iconv -f utf-16 -t utf-8"
+            ) from None
+        advice = _other_kind(path) or "convert it, for example by iconv -f latin1 -t utf-8, or leave it out"
         where = f"byte 0x{content[error.start]:02x} at offset {start + error.start}"
         raise Refused(f"[data] {path} is not UTF-8: {where}; {advice}") from None
 

@@ -116,7 +116,7 @@ def row_keys(rng: jax.Array | int | None, plan: BatchPlan) -> jax.Array | None:
         return jax.vmap(jax.random.fold_in, (None, 0))(rng, jnp.arange(plan.padded_rows))
     if rng.shape != (plan.rows,):
         raise Refused(
-            f"rng must be one key or one a row: plan has {plan.rows} rows, rng shape is {rng.shape}"
+            f"rng must be one key, or one for each row: plan has {plan.rows} rows, rng shape is {rng.shape}"
         )
     return rng if plan.padded_rows <= plan.rows else jnp.resize(rng, (plan.padded_rows,))
 

@@ -155,8 +155,8 @@ def _check_sums(places: Mapping, local: Traced, whole: Traced, is_data: list[boo
             if mixed and reads_none(local, whole, part, is_data, AXIS):
                 raise Refused(
                     f"{name!r} adds something that reads no token, such as a penalty on parameters or a score of each "
-                    "row, to a sum over tokens, so that each device of the context axis would count it; make it a term "
-                    "or metric beside it"
+                    "row, to a sum over tokens, so that each device of the context axis would count it; make it "
+                    "another term or metric"
                 )
 
 

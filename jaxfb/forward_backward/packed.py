@@ -139,7 +139,7 @@ def row_lengths(batch: Any, plan: BatchPlan) -> np.ndarray:
     plan.check_rows(real.shape[0])
     if (np.asarray(batch[SEGMENTS]) > 1).any() and plan.packing:
         raise PlanError(
-            f"[{plan.purpose}] packing packs rows of one segment; use packing=False for packed rows"
+            f"[{plan.purpose}] packing takes rows of one segment, but this batch has rows of several; use packing=False"
         )
     return np.where(real.any(1), real.shape[1] - real[:, ::-1].argmax(1), 0)
 

@@ -170,7 +170,7 @@ def _checked(given: dict) -> tuple[str, int, int]:
         )
     if process_id >= processes:
         raise Refused(
-            f"[hosts] process_id={process_id} must be below processes={processes}, they count from 0; "
+            f"[hosts] process_id={process_id} must be below processes={processes}, since they count from 0; "
             f"use 0 to {processes - 1}",
             [{"process_id": processes - 1}],
         )

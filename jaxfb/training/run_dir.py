@@ -144,7 +144,7 @@ class RunDirectory:
     def _check_kinds(self) -> None:
         for path in map(self.path.joinpath, FILES):
             if path.is_dir():
-                raise ConfigError(f"[run] {path} is a directory, a run writes a file there; move it away")
+                raise ConfigError(f"[run] {path} is a directory, but a run writes a file there; move it away")
         if not self.checkpoints.exists():
             return
         if not self.checkpoints.is_dir():

@@ -343,10 +343,10 @@ def test_a_rounded_down_update_consumes_what_it_uses():
         ),
         (dict(samples=100, remainder="error"), "samples 100, updates of 64: 36 left; choose pad or drop"),
         (dict(updates=5, dataset_rows=50, remainder="drop"), "is less than one update of 64 rows"),
-        (dict(samples=50, remainder="drop"), "50 rows are less than one update of 64"),
+        (dict(samples=50, remainder="drop"), "50 rows are fewer than one update of 64"),
         (dict(samples=50, remainder="error"), "50 left; choose pad"),
-        (dict(updates=5, ramp_up="0:30 100:64"), "ramp-up step 0:30 is not a legal plan"),
-        (dict(updates=5, ramp_up="0:32"), "ramp-up ends at 32 rows but the train plan has 64"),
+        (dict(updates=5, ramp_up="0:30 100:64"), "the step 0:30 is not a legal plan"),
+        (dict(updates=5, ramp_up="0:32"), "ramp_up ends at 32 rows but the train plan has 64"),
     ],
 )
 def test_run_refusals_and_their_choices(kwargs, message):

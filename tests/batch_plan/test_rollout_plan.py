@@ -69,12 +69,12 @@ def test_the_numbers_of_a_run_that_a_verl_user_knows():
         ),
         (
             dict(samples_per_prompt=8, whole_groups=True, rows_per_update=256, prompts=64),
-            "[train] whole_groups keeps groups of 8 samples together; 4 rows per microbatch cuts them; "
+            "[train] whole_groups keeps groups of 8 samples together, but microbatches of 4 rows cut them; "
             "use rows_per_microbatch=8",
         ),
         (
             dict(whole_groups=True, seed=None),
-            "[rollout] whole_groups keeps groups of 5 samples together, updates of 128 rows cut them; "
+            "[rollout] whole_groups keeps groups of 5 samples together, but updates of 128 rows cut them; "
             "use rows_per_update=80 or 160",
         ),
         (
@@ -91,7 +91,7 @@ def test_the_numbers_of_a_run_that_a_verl_user_knows():
         (dict(plans=plans(128, 320)), "[logprob_ref] covers 320 rows, a rollout has 640; use rows=640"),
         (
             dict(plans=plans(128, value=BatchPlan("value", rows=640, rows_per_microbatch=4))),
-            "plans of one mesh have one data_parallel",
+            "plans of one mesh must have the same data_parallel",
         ),
         (
             dict(plans={"train": BatchPlan("logprob_ref", rows=128, num_microbatches=1)}),

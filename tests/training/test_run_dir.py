@@ -426,7 +426,9 @@ def test_strange_things_among_the_checkpoints(stopped, capsys):
 def test_metrics_that_are_a_directory_are_refused(stopped, capsys):
     (stopped / "metrics.jsonl").unlink()
     (stopped / "metrics.jsonl").mkdir()
-    assert "metrics.jsonl is a directory, a run writes a file there" in refused(capsys, stopped, "--resume")
+    assert "metrics.jsonl is a directory, but a run writes a file there" in refused(
+        capsys, stopped, "--resume"
+    )
 
 
 def test_a_seed_that_would_wrap_around_is_refused():
