@@ -58,13 +58,13 @@ class LayoutOptions:
       scatters its gradients while the next one's are computed; takes the memory of one more layer and its
       gradients. "half" does so for the parameters of attention alone; those of the MLP or the experts are gathered
       while attention is computed, and their gradients scattered while attention's are. That takes less memory, and
-      with fsdp alone more time. None: on GPUs and TPUs but v5e, whose compiler does as well by itself; "half" on TPUs
-      with a tensor or context axis. Not with optimizer_sharding="gradients".
+      with fsdp alone more time. None: on GPUs and TPUs except v5e, whose compiler does as well by itself; "half" on
+      TPUs with a tensor or context axis. Not with optimizer_sharding="gradients".
     overlap_grad_reduce: sums a `Pipelined`'s gradients over the devices, a layer at a time, while the last microbatch's
       backward, in a pipeline that of the last tick, computes those of the layer before; takes two layers' gradients in
-      float32 and a larger program. None: on GPUs and TPUs, in a pipeline on TPUs but v5e, where something is left to
-      sum after the last microbatch, over data or under fsdp_gather="step". Not with optimizer_sharding="gradients",
-      pieces, or schedules that compute by device (dualpipe_v, v_half, v_min, zb_v).
+      float32 and a larger program. None: on GPUs and TPUs, but in a pipeline only on TPUs except v5e, where something
+      is left to sum after the last microbatch, over data or under fsdp_gather="step". Not with
+      optimizer_sharding="gradients", pieces, or schedules that compute by device (dualpipe_v, v_half, v_min, zb_v).
     compiler_options: name -> value of options of XLA that change those chosen by the kind of device
       (`jaxfb/platforms/compiler.py`); None in place of a value leaves the compiler its default. They have no effect
       inside the caller's own `jax.jit`, which takes such options itself.

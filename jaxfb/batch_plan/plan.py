@@ -62,7 +62,7 @@ class BatchPlan:
       rows_per_microbatch: rows of one microbatch on one replica (b).
       data_parallel: number of replicas = data * fsdp * expert of the mesh (dp).
       num_microbatches: microbatches of one update on each replica (M).
-      max_tokens_per_microbatch: instead of b, the most tokens (padding counted) that one microbatch has on
+      max_tokens_per_microbatch: instead of b, the most tokens (padding included) that one microbatch has on
         one replica. Strict: nothing is ever above it.
       sequence_length: with a budget, the longest row that may come.
       widths: with a budget, the widths that rows are padded to, rising to at least sequence_length; each

@@ -16,11 +16,11 @@ class GuardConfig:
     """Settings of the guards over a run's numbers, besides `run.max_nonfinite`.
 
     spikes:  what happens when the loss or the gradient norm of an update lies far above those before it: "warn" prints
-      it, "skip" does not apply that update, "rollback" restores the newest checkpoint and continues behind the rows of
+      it, "skip" does not apply that update, "rollback" restores the newest checkpoint and continues after the rows of
       that update, "off" does not look.
     spike_threshold: a spike is so many robust standard deviations (1.4826 times the median absolute deviation) above
       the median of the latest updates.
-    spike_window:    how many updates that are; the first half window of a run is not judged.
+    spike_window:    over how many updates the median is taken; the first half window of a run is not judged.
     max_rollbacks:   end the run (exit code 78) after so many returns to one checkpoint.
     verify_every:    run every so many updates twice from the same state and compare all bits; on a difference a third
       run decides whether the fault was transient. Needs memory for a copy of the state. null: never.

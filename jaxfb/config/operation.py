@@ -55,7 +55,7 @@ class LogConfig:
 
     every: writes a record after each so many updates.
     split_update: records have `forward_backward_seconds` and `optimizer_seconds`. An update is then two programs,
-      and the devices wait for the host after each: the same numbers, in somewhat more time.
+      and the host waits for the devices after each: the same numbers, in somewhat more time.
     count_zeros: records have `num_zeros`, the elements of the gradient that are 0, at the price of a pass over it.
     writers: where records go in addition to metrics.jsonl, which is always written; docs/extending.md shows one of
       your own.
@@ -84,7 +84,7 @@ class HostsConfig:
     timeout:       seconds to wait for other processes: until they join, agree, or have read the text.
     lost_after:    seconds without a sign of life after which a process counts as lost and the others end.
     stuck_after:   seconds in one and the same step (a compilation, an update, one batch of an evaluation, a save, a
-      callback) after which the job ends with exit code 76, also where it is one process. null: never.
+      callback) after which the job ends with exit code 76, even a job of one process. null: never.
     """
 
     coordinator: str | None = None

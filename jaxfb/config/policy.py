@@ -77,7 +77,9 @@ class WarmStartConfig:
     """Supervised fine-tuning before the first rollout, on the answers of part of the problems.
 
     learning_rate: the peak of its updates.
-    updates: 0 leaves it out. rows: rows of an update. problems: how many different ones; null: all that train.
+    updates: updates of the warm start; 0 leaves it out.
+    rows: rows of an update.
+    problems: how many different problems; null: all that train.
     """
 
     updates: int = 0
@@ -185,7 +187,8 @@ class RewardConfig:
     """The KL to the reference taken off the reward of each token.
 
     kl_estimator: estimator of the KL at each token, see `losses.kl_penalty`.
-    kl_coef: 0: none. target: nats a sequence token the coefficient steers to; null: it stays.
+    kl_coef: coefficient of the KL in the reward; 0: none.
+    target: KL in nats a token that the coefficient is steered to; null: the coefficient stays as it is.
     horizon: rows over which an error of 20 % changes kl_coef by a fifth; must be above a fifth of a rollout's rows.
     """
 
@@ -213,7 +216,7 @@ class CriticConfig:
 
     learning_rate: learning rate of its updates.
     max_grad_norm: global norm to clip its gradients to; null does not clip.
-    start: "policy" copies the policy's layers as they are at the start; "random" does not.
+    start: "policy" copies the policy's layers as they are at the start; "random" draws new ones.
     clip:  how far a prediction may move from that of the rollout; null: freely.
     """
 

@@ -36,11 +36,11 @@ class CutConfig:
 
     rows_per_microbatch: rows of one microbatch on one replica.
     num_microbatches: microbatches of all the rows.
-    max_tokens_per_microbatch: tokens of one microbatch on one replica, padding counted.
+    max_tokens_per_microbatch: tokens of one microbatch on one replica, padding included.
     widths:  padded row lengths to compile for; null: quarters of the longest.
     packing: several rows share an array row.
-    context_by_width: rows of each width are cut over as few devices of mesh.context as hold them: those for which the
-             budget, that of a microbatch on all of them, has enough tokens a device. The others have other rows.
+    context_by_width: rows of each width are cut over as few devices of mesh.context as hold them, each within
+             max_tokens_per_microbatch / mesh.context tokens; the other devices of the axis compute other rows.
     """
 
     rows_per_microbatch: int | None = None

@@ -91,7 +91,8 @@ class AnyRunConfig:
     seed:          seed of parameters, dropout and all else that is drawn without another seed.
     max_nonfinite: end the run after so many updates in a row with gradients that are not finite; null: never.
     minutes:       end after the update in progress when so many have passed, saved and to be resumed; null: never.
-    stop_at:       end after this update of the run, saved and to be resumed; schedules still end with the run.
+    stop_at:       end after this update of the run, saved and to be resumed; learning rate and weight decay still
+                   follow the length of the run.
     """
 
     dir: str

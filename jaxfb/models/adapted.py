@@ -28,9 +28,9 @@ class LoRA:
     rank:    columns of A and rows of B.
     alpha:   the adapters' output is multiplied by alpha / rank.
     targets: what has an adapter in each layer: names of projections, or patterns of dotted names such as "attention.*".
-             Experts, each of which has its own adapter, by patterns alone: "experts.*", "experts.down". One that a
-             model does not have is refused, also of the default, which is for dense layers: a model without an MLP
-             beside its experts needs [query, key, value, output].
+             Experts, each of which has its own adapter, by patterns alone: "experts.*", "experts.down". A target
+             that the model does not have is refused, even a default one; the defaults are for dense layers: a model
+             without an MLP beside its experts needs [query, key, value, output].
     dropout: rate on what an adapter reads, drawn per row; 0 for none, which adapters of experts need.
     adapter: a directory in PEFT's format, of the same rank, alpha and targets, to begin with; null: new adapters.
     """

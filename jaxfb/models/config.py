@@ -63,8 +63,8 @@ class TransformerConfig:
     mtp_depth:       tokens after the next that are predicted too, each by a further layer (DeepSeek-V3's
                      multi-token prediction, `jaxfb.models.mtp`); 0 for none.
     mtp_weight:      what those losses are worth together; each depth's has mtp_weight / mtp_depth.
-    mtp_as_published: each depth reads the model's last norm, and of its projection the first half is the token's, as
-                     in DeepSeek-V3's published weights; in the paper neither.
+    mtp_as_published: each depth reads the model's last norm, and the first half of its projection is the token's, as
+                     in DeepSeek-V3's published weights; in the paper neither is so.
     latent:          a `jaxfb.models.latent.Latent`: attention over short vectors (DeepSeek-V3); None: plain.
     variant:         a `jaxfb.models.variant.Variant`: what differs from Llama's layers (Gemma, OLMo 2, gpt-oss).
 
