@@ -168,12 +168,12 @@ def _checked(path: tuple, spec: P, leaf: Any, mesh: Mesh, first: P) -> P:
     unknown = [axis for entry in spec for axis in axes_of(entry) if axis not in mesh.axis_names]
     if unknown:
         raise Refused(
-            f"{name} is annotated with the axis {unknown[0]!r}, which is none of the mesh; annotate it with {AXIS!r}, "
+            f"{name} is annotated with the axis {unknown[0]!r}, which the mesh lacks; annotate it with {AXIS!r}, "
             "set Flax's logical axis rules around the call, or pass param_specs="
         )
     if len(spec) > len(leaf.shape):
         raise Refused(
-            f"{name} of shape {tuple(leaf.shape)} is annotated with {spec}, which has more entries than it dims"
+            f"{name} of shape {tuple(leaf.shape)} is annotated with {spec}, with more entries than it has dims"
         )
     return _only_tensor(spec)
 

@@ -156,7 +156,9 @@ def _parts(saved: StoredArrays, lora: LoRA | None, path: str, depth: int) -> Ite
 def _export_adapter(source: Path, config: Any, target: Path) -> list[Path]:
     lora = getattr(config, "lora", None)
     if lora is None:
-        raise Refused(f"[hf] {source} has no adapters, its config has no lora; export it without --adapter")
+        raise Refused(
+            f"[hf] {source} has no adapters, since its config has no lora; export it without --adapter"
+        )
     if config.trainable:
         raise Refused(
             f"[hf] {source} trained {', '.join(config.trainable)} beside its adapters, which an adapter's files would "

@@ -57,8 +57,8 @@ def test_the_sizes_come_from_the_directory_and_stay_when_it_is_gone(tmp_path, di
 @pytest.mark.parametrize(
     "change, wanted",
     [
-        ({"num_layers": 3}, "num_layers=3 is not the 2 of from="),
-        ({"rope_theta": 5e5}, "is not the 10000.0 of from="),
+        ({"num_layers": 3}, "num_layers=3 differs from 2, that of from="),
+        ({"rope_theta": 5e5}, "differs from 10000.0, that of from="),
         ({"from": ""}, "from='' must not be empty; use model.from=null, or a path"),
         ({"from": "nowhere"}, "from='nowhere' must be a directory with config.json"),
         ({"from": "Qwen/Qwen3-0.6B"}, "jaxfb downloads nothing: .* `hf download Qwen/Qwen3-0.6B --local-dir"),

@@ -84,7 +84,7 @@ def test_layers_that_are_not_there_are_listed():
 def test_only_a_directory_that_may_have_such_layers_is_asked_for_them():
     assert ModelConfig.completed({"from": str(SOURCE)})["mtp_depth"] == 0
     assert ModelConfig.completed({"from": str(SOURCE), "mtp_depth": 1})["mtp_depth"] == 1
-    with pytest.raises(ValueError, match="mtp_depth=1 is not the 0 of from="):
+    with pytest.raises(ValueError, match="mtp_depth=1 differs from 0, that of from="):
         ModelConfig.completed({"from": str(GOLDEN / "hf_llama_tiny"), "mtp_depth": 1})
 
 
