@@ -184,7 +184,8 @@ def test_annotations_are_of_no_concern_to_a_mesh_without_a_tensor_axis():
     _, params = annotated_nnx(up=(None, "model"))
     assert tensor_specs(params, make_mesh(data=2)) is None
     with pytest.raises(
-        ValueError, match=r"params\['up'\]\['kernel'\] is annotated with the axis 'model', which is none"
+        ValueError,
+        match=r"params\['up'\]\['kernel'\] is annotated with the axis 'model', which the mesh lacks",
     ):
         tensor_specs(params, make_mesh(tensor=2))
 
