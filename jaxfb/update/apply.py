@@ -41,6 +41,7 @@ class Update:
 
     trained: parameters -> those that are trained, with None in place of each frozen one.
     counted: leaves of the parameters that no optimizer changes, or None.
+    places:  NamedShardings of the states that it is applied to, as a TrainState; None until they are known.
     The other fields are arguments of `make_train_step`.
     """
 
@@ -52,21 +53,21 @@ class Update:
     loss_scale: DynamicLossScale | StaticLossScale | None
     count_zeros: bool
     change_gradients: Callable[[PyTree, TrainState], PyTree] | None
+    places: PyTree = None
 
     def apply(
-        self, state: TrainState, out: ForwardBackwardOutput, rows: Any, places: TrainState, limits: Any = None
+        self, state: TrainState, out: ForwardBackwardOutput, rows: Any, limits: Any = None
     ) -> tuple[TrainState, StepMetrics]:
         """Returns the state after one update by `out.grads`, and the record of it, without an unknown learning rate.
 
         rows:   i32[], how many rows the gradients are of.
-        places: NamedShardings of the state.
         limits: f32[2], the largest loss and gradient norm with which it is applied; None: any.
         """
-        trial = self._try(state, out, places, limits)
-        trained, opt_state = self._changed(state, out, trial, places)
+        trial = self._try(state, out, limits)
+        trained, opt_state = self._changed(state, out, trial)
         params = joined(trained, state.params)
         new = self._advance(replace(state, params=params, opt_state=opt_state), trial, rows)
-        new = constrained(new, places)
+        new = constrained(new, self.places)
         return new, self._metrics(state, new, out, trial)
 
     def change(self, state: TrainState, out: ForwardBackwardOutput) -> PyTree:
@@ -74,14 +75,14 @@ class Update:
         grads = gradients.unscale(out.grads, out.origin.grad_scale)
         return grads if self.change_gradients is None else self.change_gradients(grads, state)
 
-    def _try(self, state: TrainState, out: ForwardBackwardOutput, places: TrainState, limits: Any) -> Trial:
+    def _try(self, state: TrainState, out: ForwardBackwardOutput, limits: Any) -> Trial:
         """Returns the update for its flags and norms alone, so that nothing of its arrays is stored.
 
         What is kept is computed again, in the branch where the compiler may overwrite parameters and moments.
         """
         grads, params = self.change(state, out), self.trained(state.params)
         norm, param_norm = gradients.global_norm(grads), gradients.global_norm(params)
-        tried = self._tried(state, out, norm, places)
+        tried = self._tried(state, out, norm)
         counted = rows_count(out, out.origin.normalize)
         nonfinite = find_nonfinite(out.loss, grads, state.params, tried, counted)
         # The norm is nan only where a parameter is. Waiting for it too, the branch comes after every reader of the old
@@ -92,27 +93,24 @@ class Update:
             applied = applied & ~spike
         return Trial(tried, grads, norm, param_norm, nonfinite, spike, applied)
 
-    def _tried(self, state: TrainState, out: ForwardBackwardOutput, norm: Any, places: TrainState) -> Tried:
-        """Returns what the update is judged by; places: NamedShardings of the state."""
-        attempt = self._attempt(state, out, self.change(state, out), norm, places.params)
-        return self._numbers(state, attempt)
+    def _tried(self, state: TrainState, out: ForwardBackwardOutput, norm: Any) -> Tried:
+        """Returns what the update is judged by."""
+        return self._numbers(state, self._attempt(state, out, self.change(state, out), norm))
 
-    def _changed(
-        self, state: TrainState, out: ForwardBackwardOutput, trial: Trial, places: TrainState
-    ) -> tuple[PyTree, PyTree]:
+    def _changed(self, state: TrainState, out: ForwardBackwardOutput, trial: Trial) -> tuple[PyTree, PyTree]:
         """Returns the trained parameters and the optimizer's state after the update, or as before if it is skipped."""
 
         def change(before):
             trained, opt_state = before
             old = replace(state, params=joined(trained, state.params), opt_state=opt_state)
-            attempt = self._attempt(old, out, self.change(old, out), trial.grad_norm, places.params)
-            return self._kept(old, attempt, places)
+            attempt = self._attempt(old, out, self.change(old, out), trial.grad_norm)
+            return self._kept(old, attempt)
 
         return changed_if(
             trial.applied,
             change,
             (self.trained(state.params), state.opt_state),
-            jax.tree.leaves(places)[0].mesh,
+            jax.tree.leaves(self.places)[0].mesh,
         )
 
     def _numbers(self, state: TrainState, attempt: Attempt) -> Tried:
@@ -120,13 +118,11 @@ class Update:
         bad = count_bad(self.trained(state.params), attempt.updates, attempt.params)
         return Tried(gradients.squares(attempt.updates), bad, attempt.clip_coefficient, rate)
 
-    def _attempt(
-        self, state: TrainState, out: ForwardBackwardOutput, grads: PyTree, norm: Any, places: PyTree = None
-    ) -> Attempt:
+    def _attempt(self, state: TrainState, out: ForwardBackwardOutput, grads: PyTree, norm: Any) -> Attempt:
         """Returns the one optax update of the trained leaves, made where the gradients live (under ZeRO-1 cut over
         data).
 
-        grads: what `change` returns. norm: of all of them. places: NamedShardings of whole parameters, or None.
+        grads: what `change` returns. norm: of all of them.
         """
         before = self.trained(state.params)
         with jax.named_scope("optimizer"):
@@ -135,8 +131,8 @@ class Update:
             )
             grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, before)
             more = {"samples": state.samples, "value": out.loss}
-            if isinstance(self.optimizer, Optimizer) and places is not None:
-                more["places"] = like(before, places)
+            if isinstance(self.optimizer, Optimizer):
+                more["places"] = self._given_places(before)
             updates, opt_state = updated(self.optimizer, grads, state.opt_state, before, **more)
             if self.counted is not None:
                 leaves = like(before, self.counted.leaves(state.params))
@@ -146,11 +142,17 @@ class Update:
             params = like(before, self.counted.after(joined(params, state.params), out.metrics))
         return Attempt(params, opt_state, updates, coefficient)
 
-    def _kept(self, state: TrainState, attempt: Attempt, places: TrainState) -> tuple[PyTree, PyTree]:
+    def _given_places(self, trained: PyTree) -> PyTree:
+        """Returns NamedShardings of the trained parameters that the optimizer is given; None: unknown ones."""
+        return like(trained, self.places.params)
+
+    def _kept(self, state: TrainState, attempt: Attempt) -> tuple[PyTree, PyTree]:
         """Returns the parameters and the optimizer's state after an applied attempt, of the dtypes of before."""
         old = (self.trained(state.params), state.opt_state)
         new = jax.tree.map(of_dtype, (attempt.params, attempt.opt_state), old)
-        return jax.lax.with_sharding_constraint(new, (like(old[0], places.params), places.opt_state))
+        return jax.lax.with_sharding_constraint(
+            new, (like(old[0], self.places.params), self.places.opt_state)
+        )
 
     def _advance(self, state: TrainState, trial: Trial, rows: Any) -> TrainState:
         """Returns the state with the counters and the loss scale after this attempt; a spike leaves them all alone."""

@@ -50,9 +50,9 @@ class Programs:
     ) -> tuple[TrainState, StepMetrics]:
         """Applies gradients whose layers are in the order in which the state stores them."""
         stored, order = opened(state)
-        change = replace(self.change, counted=counted_in(order, self.change.counted))
         places = opened(self._states.state_shardings(state))[0]
-        new, metrics = change.apply(stored, out, rows, places, limits)
+        change = replace(self.change, counted=counted_in(order, self.change.counted), places=places)
+        new, metrics = change.apply(stored, out, rows, limits)
         if order is not None and metrics.num_zeros is not None:
             empty = order.empty(self._states.forward_backward.trained(stored.params))
             metrics = replace(metrics, num_zeros=metrics.num_zeros - empty)

@@ -42,25 +42,26 @@ def streamed(update: Update, model: Any) -> Update:
 class WholeStream(Update):
     """Moves the whole optimizer state to the devices for an update, and back."""
 
-    def _tried(self, state: TrainState, out: ForwardBackwardOutput, norm: Any, places: TrainState) -> Tried:
-        return super()._tried(_on_devices(state, places), out, norm, places)
+    def _tried(self, state: TrainState, out: ForwardBackwardOutput, norm: Any) -> Tried:
+        return super()._tried(self._on_devices(state), out, norm)
 
-    def _changed(
-        self, state: TrainState, out: ForwardBackwardOutput, trial: Trial, places: TrainState
-    ) -> tuple[PyTree, PyTree]:
-        state = _on_devices(state, places)
+    def _changed(self, state: TrainState, out: ForwardBackwardOutput, trial: Trial) -> tuple[PyTree, PyTree]:
+        state = self._on_devices(state)
         attempt = self._attempt(state, out, self.change(state, out), trial.grad_norm)
         old = (self.trained(state.params), state.opt_state)
         new = _picked(trial.applied, (attempt.params, attempt.opt_state), old)
-        return put_back(new, (like(old[0], places.params), places.opt_state))
+        return put_back(new, (like(old[0], self.places.params), self.places.opt_state))
+
+    def _on_devices(self, state: TrainState) -> TrainState:
+        return replace(state, opt_state=fetched(state.opt_state, self.places.opt_state))
 
 
 @dataclass(frozen=True)
 class LayerStream(Update):
     """Moves one slice of the layers' optimizer state to the devices at a time, and back."""
 
-    def _tried(self, state: TrainState, out: ForwardBackwardOutput, norm: Any, places: TrainState) -> Tried:
-        layers = self._layers(state, places)
+    def _tried(self, state: TrainState, out: ForwardBackwardOutput, norm: Any) -> Tried:
+        layers = self._layers(state)
         stacked, grads = layers.opened(), self._grads(state, out, layers)
         rest = _with(state, layers.rest())
         tried = self._numbers(rest, self._attempt(rest, out, grads(None), norm))
@@ -79,10 +80,8 @@ class LayerStream(Update):
         )
         return tried._replace(squares=squares, bad=bad)
 
-    def _changed(
-        self, state: TrainState, out: ForwardBackwardOutput, trial: Trial, places: TrainState
-    ) -> tuple[PyTree, PyTree]:
-        layers = self._layers(state, places)
+    def _changed(self, state: TrainState, out: ForwardBackwardOutput, trial: Trial) -> tuple[PyTree, PyTree]:
+        layers = self._layers(state)
         grads = self._grads(state, out, layers)
 
         def new(part, step):
@@ -96,8 +95,11 @@ class LayerStream(Update):
         stacked = jax.lax.scan(written, layers.opened(), steps)[0]
         return layers.closed(stacked, put_back(new(layers.rest(), None), layers.places))
 
-    def _layers(self, state: TrainState, places: TrainState) -> Layers:
-        params = self.trained(state.params)
+    def _given_places(self, trained: PyTree) -> PyTree:
+        """Returns None: what the optimizer is given is a slice of the layers, which may be cut in another way."""
+
+    def _layers(self, state: TrainState) -> Layers:
+        params, places = self.trained(state.params), self.places
         flags = (stacked_params(params), stacked_moments(state.opt_state, params))
         return Layers.of((params, state.opt_state), flags, (like(params, places.params), places.opt_state))
 
@@ -190,7 +192,3 @@ def _chosen(flags: list[bool], tried: Tried) -> tuple[list, list]:
 def _picked(applied: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     """Returns the new arrays, of the dtypes of before, or the old ones where the update is skipped."""
     return jax.tree.map(lambda a, b: jnp.where(applied, of_dtype(a, b), b), new, old)
-
-
-def _on_devices(state: TrainState, places: TrainState) -> TrainState:
-    return replace(state, opt_state=fetched(state.opt_state, places.opt_state))

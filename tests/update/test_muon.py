@@ -10,6 +10,7 @@ import jaxfb
 from jaxfb.hlo import collectives
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params, transformer
+from jaxfb.optim.muon import muon_matrices
 from jaxfb.update.pipeline_state import PipelineState, in_model_order
 
 ROWS, LENGTH = 8, 8
@@ -22,12 +23,12 @@ def batch_of(seed):
     return {"tokens": tokens, "targets": tokens, "loss_mask": np.ones((ROWS, LENGTH))}
 
 
-def step_on(mesh, sizes, **options):
+def step_on(mesh, sizes, hyperparameters=(), **options):
     config = TransformerConfig(**(SIZES | sizes))
     mesh = jaxfb.make_mesh(**mesh)
     replicas = mesh.shape["data"] * mesh.shape["fsdp"] * mesh.shape["expert"]
     plan = jaxfb.BatchPlan(rows=ROWS, rows_per_microbatch=1, data_parallel=replicas)
-    optimizer = jaxfb.make_optimizer("muon", learning_rate=0.1, weight_decay=0.1)
+    optimizer = jaxfb.make_optimizer("muon", learning_rate=0.1, weight_decay=0.1, **dict(hyperparameters))
     step = jaxfb.make_train_step(transformer(config), optimizer, mesh, plan, dropout=False, **options)
     return step, step.init(init_params(config, jax.random.key(0), jnp.float64))
 
@@ -67,10 +68,18 @@ def test_layers_are_shared_out_unevenly():
     test_updates_are_those_of_one_device(dict(fsdp=4), {}, {})
 
 
-@pytest.mark.parametrize("mesh", [dict(fsdp=4), dict(fsdp=2, tensor=2)], ids=str)
-def test_no_device_has_the_matrices_of_all_layers(mesh):
+# an own function of the matrices may look at all layers, so that their state is not moved a layer at a time
+WHOLE_FROM_HOST = dict(hyperparameters=dict(matrices=muon_matrices), optimizer_memory="host")
+
+
+@pytest.mark.parametrize(
+    "mesh, options",
+    [(dict(fsdp=4), {}), (dict(fsdp=2, tensor=2), {}), (dict(fsdp=4), WHOLE_FROM_HOST)],
+    ids=["fsdp", "tensor", "host"],
+)
+def test_no_device_has_the_matrices_of_all_layers(mesh, options):
     """Of 8 layers a device gets 2, and no array is all layers' matrices of a kind."""
-    step, state = step_on(mesh, dict(num_layers=8))
+    step, state = step_on(mesh, dict(num_layers=8), **options)
     text = step.lower(state, batch_of(0)).compile().as_text()
     exchanged = sum(one.bytes for one in collectives(text) if one.kind == "all-to-all")
     leaves = jax.tree.leaves_with_path(state.params["layers"])
