@@ -685,6 +685,13 @@ MUTATIONS = (
         "optim/test_loss_scale.py::test_backs_off_and_grows_like_megatron",
     ),
     Mutation(
+        "a_loss_scale_grows_beyond_float32",
+        "optim/loss_scale.py",
+        "grows & jnp.isfinite(larger)",
+        "grows",
+        "optim/test_loss_scale.py::test_it_grows_to_what_float32_has_and_no_further",
+    ),
+    Mutation(
         "clip_of_the_scaled_gradient",
         "gradients.py",
         "_wide(g) / jnp.asarray(loss_scale, _wide(g).dtype)",

@@ -52,7 +52,8 @@ class DynamicLossScale:
 
     `hysteresis` counts non-finite updates since the last growth, in a row or not: the first hysteresis - 1 of
     them leave the scale alone, every later one multiplies it by `backoff` (down to `minimum`), until
-    `growth_interval` finite updates in a row multiply it by `growth` and fill the hysteresis up again.
+    `growth_interval` finite updates in a row multiply it by `growth`, where float32 has the product, and fill the
+    hysteresis up again.
     """
 
     initial: float = 2.0**32
@@ -85,9 +86,10 @@ class DynamicLossScale:
 
     def _after_finite(self, state):
         run = state.finite_updates + 1
-        grows = run == self.growth_interval
+        grows = run >= self.growth_interval  # more: a run that continues with a shorter interval
+        larger = state.scale * self.growth
         return LossScaleState(
-            scale=jnp.where(grows, state.scale * self.growth, state.scale),
+            scale=jnp.where(grows & jnp.isfinite(larger), larger, state.scale),
             finite_updates=jnp.where(grows, 0, run),
             hysteresis=jnp.where(grows, self.hysteresis, state.hysteresis),
         )

@@ -39,6 +39,22 @@ def test_without_hysteresis_the_first_overflow_backs_off():
     assert scales(DynamicLossScale(**CONFIG | dict(hysteresis=1)), "x.x") == [32, 32, 16]
 
 
+def test_it_grows_to_what_float32_has_and_no_further():
+    """Infinite, it would make every gradient nan, and half of it would be infinite again."""
+    config = DynamicLossScale(initial=2.0**126, growth_interval=1, hysteresis=1)
+    assert scales(config, "...x") == [2.0**127, 2.0**127, 2.0**127, 2.0**126]
+
+
+def test_it_grows_where_more_updates_were_finite_than_the_interval_has():
+    """As after a run that continues with a shorter interval."""
+    longer = DynamicLossScale(**CONFIG | dict(growth_interval=9))
+    state = longer.init()
+    for _ in range(5):
+        state = longer.update(state, True)
+    state = DynamicLossScale(**CONFIG).update(state, True)
+    assert (float(state.scale), int(state.finite_updates)) == (128, 0)
+
+
 def test_a_static_scale_stays():
     assert scales(StaticLossScale(128.0), "x.x") == [128, 128, 128]
 
