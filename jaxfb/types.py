@@ -71,9 +71,10 @@ class Sum(_Reduced):
         if self.weight is None:
             return jnp.asarray(self.total)
         total, weight = jnp.asarray(self.total), jnp.asarray(self.weight)
-        if not jnp.issubdtype(weight.dtype, jnp.floating):  # also where the caller lets JAX promote no dtypes
-            weight = weight.astype(jnp.result_type(total, 1.0))
-        return jnp.where(weight != 0, total / jnp.where(weight != 0, weight, 1), 0)
+        with jax.numpy_dtype_promotion("standard"):  # also where the caller lets JAX promote no dtypes
+            if not jnp.issubdtype(weight.dtype, jnp.floating):
+                weight = weight.astype(jnp.result_type(total, 1.0))
+            return jnp.where(weight != 0, total / jnp.where(weight != 0, weight, 1), 0)
 
 
 @jax.tree_util.register_dataclass

@@ -87,6 +87,17 @@ def test_dtypes_need_no_promotion():
     np.testing.assert_allclose(got, masked(PARAMS, BATCH, None).value, rtol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("total", "weight"), [("int32", "int32"), ("int32", "float32"), ("bfloat16", "float32")]
+)
+def test_a_ratio_needs_no_promotion(total, weight):
+    """A metric such as accuracy counts in integers."""
+    one = jaxfb.Sum(jnp.asarray(3, total), jnp.asarray(4, weight))
+    with jax.numpy_dtype_promotion("strict"):
+        got = one.value
+    assert got == 0.75 and got.dtype == one.value.dtype
+
+
 def test_numbers_may_be_on_another_device():
     elsewhere = jax.devices()[7]
     close(grads(grad_scale=jax.device_put(1.0, elsewhere), weights={"loss": jax.device_put(24.0, elsewhere)}))
