@@ -75,19 +75,19 @@ def as_loss_fn(model: LossFn | Pipelined) -> LossFn:
 
 
 def num_layers(params: dict) -> int:
-    """Returns length of the stacked layer dim.
+    """Returns the length of the stacked layer dim.
 
     Raises:
-      ValueError: params has no "layers", or its leaves are stacked to different lengths.
+      ValueError: params has no "layers", or its leaves are stacked to different lengths, or to none.
     """
     if not isinstance(params, Mapping) or "layers" not in params or not jax.tree.leaves(params["layers"]):
         raise Refused(
             'params of a Pipelined model must be a dict with "layers", every leaf [num_layers, ...]'
         )
     lengths = {leaf.shape[0] if leaf.shape else 0 for leaf in jax.tree.leaves(params["layers"])}
-    if len(lengths) > 1:
+    if len(lengths) > 1 or 0 in lengths:
         raise Refused(
-            f'every leaf of params["layers"] must be stacked to one num_layers, got {sorted(lengths)}'
+            f'every leaf of params["layers"] must be stacked to one num_layers, 1 or more, got {sorted(lengths)}'
         )
     return lengths.pop()
 

@@ -289,7 +289,12 @@ def test_a_model_that_is_a_pytree():
     ("params", "message"),
     [
         ({"w": W}, 'must be a dict with "layers"'),
-        ({"layers": {"a": np.ones((2, 3)), "b": np.ones((3, 3))}}, r"one num_layers, got \[2, 3\]"),
+        (
+            {"layers": {"a": np.ones((2, 3)), "b": np.ones((3, 3))}},
+            r"one num_layers, 1 or more, got \[2, 3\]",
+        ),
+        ({"layers": {"a": np.ones((0, 3))}}, r"one num_layers, 1 or more, got \[0\]"),
+        ({"layers": {"a": np.ones(())}}, r"one num_layers, 1 or more, got \[0\]"),
     ],
 )
 def test_params_that_are_not_stacked_are_no_pipelined_models(params, message):
