@@ -31,7 +31,7 @@ from jaxfb.platforms.compat import config_value
 from jaxfb.refusal import Refused, choice, function, instance, integer, refuse
 from jaxfb.schedules import KINDS, Schedule, kind_of
 from jaxfb.schedules.by_device import runs_on
-from jaxfb.trainable import checked_patterns, pruned
+from jaxfb.trainable import Patterns, checked_patterns, joined, pruned
 from jaxfb.types import LossFn, Pipelined, PyTree, Sum
 
 ScheduleChoice = str | Schedule | tuple[str, int]
@@ -171,9 +171,10 @@ def check_equivalence(
       ValueError: an argument is not what it must be, or the model breaks its contract already on one device.
     """
     check_model(model)
-    check_params(params, forward_only=False, concrete=True)
-    _check_rows(batch)
     _check_options(options)
+    trainable = checked_patterns(options.get("trainable"))
+    check_params(params, forward_only=False, concrete=True, trainable=trainable)
+    _check_rows(batch)
     rng, rows_per_microbatch = prng_keys(rng), integer("rows_per_microbatch", rows_per_microbatch)
     if report is not None:
         function("report", report, "(difference)")
@@ -188,12 +189,10 @@ def check_equivalence(
     rows = len(jax.tree.leaves(batch)[0])
     wide_params, wide_batch = _cast((params, batch), widest)
     objective = _objective(options.get("normalize", "global"), rows, rows_per_microbatch)
-    loss, grads = _whole(model, wide_params, wide_batch, rng, objective)
-    whole = loss, pruned(checked_patterns(options.get("trainable")), grads)
-    found = []
+    whole = _whole(model, wide_params, wide_batch, rng, objective, trainable)
+    compare, found = _Comparison(model, params, batch, rng, rows_per_microbatch, options), []
     for mesh in meshes:
         for schedule in _kinds(mesh, schedules, options.get("num_pieces", 1) != 1):
-            compare = _Comparison(model, params, batch, rng, rows_per_microbatch, options)
             found.append(compare(mesh, schedule, whole))
             if report is not None:
                 report(found[-1])
@@ -294,21 +293,28 @@ def _objective(normalize: str, rows: int, rows_per_microbatch: int) -> Objective
 
 
 def _whole(
-    model: LossFn | Pipelined, params: PyTree, batch: PyTree, rng: Any, objective: Objective
+    model: LossFn | Pipelined,
+    params: PyTree,
+    batch: PyTree,
+    rng: Any,
+    objective: Objective,
+    trainable: Patterns | None,
 ) -> tuple[float, PyTree]:
-    """Returns (loss, gradient) of all rows on one device."""
+    """Returns (loss, gradient) of all rows on one device; the gradient is of the trained parameters alone."""
     loss_fn = sequential(model) if isinstance(model, Pipelined) else model
     rows = len(jax.tree.leaves(batch)[0])
     keys, counted = row_keys(rng, BatchPlan(rows=rows, num_microbatches=1)), counted_of(model)
 
-    def loss(params, batch, keys):
+    def loss(trained, params, batch, keys):
+        params = joined(trained, params)
         if counted is not None and counted.before is not None:
             metrics = dict(as_loss_output(loss_fn(params, batch, keys)).metrics)
             params = counted.before(params, lax.stop_gradient(metrics))
         return objective(lambda data: as_loss_output(loss_fn(params, *data)).terms, (batch, keys))
 
     device = jax.devices()[0]
-    return jax.device_get(jax.jit(jax.value_and_grad(loss))(*jax.device_put((params, batch, keys), device)))
+    given = jax.device_put((pruned(trainable, params), params, batch, keys), device)
+    return jax.device_get(jax.jit(jax.value_and_grad(loss))(*given))
 
 
 def _difference(names: tuple[str, str], plan: BatchPlan, got: tuple, whole: tuple) -> Difference:

@@ -258,6 +258,18 @@ def test_the_comparison_with_one_device_is_of_the_trained_alone():
     assert found.worst.leaf == "head" and found.worst.relative < 1e-12
 
 
+def test_equivalence_of_a_model_with_a_frozen_table_of_integers():
+    """It has no gradient, neither on the meshes nor on one device."""
+
+    def loss(params, batch, rng):
+        scores = params["head"][params["classes"][batch["tokens"]]].sum(-1) * batch["mask"]
+        return jaxfb.Sum(jnp.square(scores).sum(), batch["mask"].sum())
+
+    given = {"head": toy.params()["embed"], "classes": jnp.arange(len(toy.params()["embed"]))[::-1]}
+    found = jaxfb.check_equivalence(loss, given, toy.batch(), [{"data": 2}], trainable=["head"])
+    assert found.worst.leaf == "head" and found.worst.relative < 1e-12
+
+
 def test_refusals():
     mesh = jaxfb.make_mesh()
     fb = jaxfb.get_forward_backward_func(mesh, trainable=["layers.c"])
