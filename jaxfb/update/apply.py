@@ -22,8 +22,8 @@ from jaxfb.trainable import joined, like
 from jaxfb.types import Counted, PyTree
 from jaxfb.update.attempt import (
     Attempt,
+    Measured,
     Trial,
-    Tried,
     count_bad,
     exceeds,
     find_nonfinite,
@@ -82,20 +82,20 @@ class Update:
         """
         grads, params = self.change(state, out), self.trained(state.params)
         norm, param_norm = gradients.global_norm(grads), gradients.global_norm(params)
-        tried = self._tried(state, out, norm)
+        measured = self._measured(state, out, norm)
         counted = rows_count(out, out.origin.normalize)
-        nonfinite = find_nonfinite(out.loss, grads, state.params, tried, counted)
+        nonfinite = find_nonfinite(out.loss, grads, state.params, measured, counted)
         # The norm is nan only where a parameter is. Waiting for it too, the branch comes after every reader of the old
         # parameters, else a compiler copies them.
         applied, spike = ~nonfinite.any & counted & ~jnp.isnan(param_norm), None
         if limits is not None:
             spike = applied & exceeds(limits, out.loss, norm)
             applied = applied & ~spike
-        return Trial(tried, grads, norm, param_norm, nonfinite, spike, applied)
+        return Trial(measured, grads, norm, param_norm, nonfinite, spike, applied)
 
-    def _tried(self, state: TrainState, out: ForwardBackwardOutput, norm: Any) -> Tried:
-        """Returns what the update is judged by."""
-        return self._numbers(state, self._attempt(state, out, self.change(state, out), norm))
+    def _measured(self, state: TrainState, out: ForwardBackwardOutput, norm: Any) -> Measured:
+        """Returns what is measured of the update before it is made."""
+        return self._measure(state, self._attempt(state, out, self.change(state, out), norm))
 
     def _changed(self, state: TrainState, out: ForwardBackwardOutput, trial: Trial) -> tuple[PyTree, PyTree]:
         """Returns the trained parameters and the optimizer's state after the update, or as before if it is skipped."""
@@ -113,10 +113,10 @@ class Update:
             jax.tree.leaves(self.places)[0].mesh,
         )
 
-    def _numbers(self, state: TrainState, attempt: Attempt) -> Tried:
+    def _measure(self, state: TrainState, attempt: Attempt) -> Measured:
         rate = known_learning_rate(self.optimizer, state.opt_state, state.samples, updated=attempt.opt_state)
         bad = count_bad(self.trained(state.params), attempt.updates, attempt.params)
-        return Tried(gradients.squares(attempt.updates), bad, attempt.clip_coefficient, rate)
+        return Measured(gradients.squares(attempt.updates), bad, attempt.clip_coefficient, rate)
 
     def _attempt(self, state: TrainState, out: ForwardBackwardOutput, grads: PyTree, norm: Any) -> Attempt:
         """Returns the one optax update of the trained leaves, made where the gradients live (under ZeRO-1 cut over
@@ -176,7 +176,7 @@ class Update:
     def _metrics(
         self, old: TrainState, new: TrainState, out: ForwardBackwardOutput, trial: Trial
     ) -> StepMetrics:
-        tried, norm, scale = trial.tried, trial.grad_norm, out.origin.grad_scale
+        measured, norm, scale = trial.measured, trial.grad_norm, out.origin.grad_scale
         return StepMetrics(
             step=old.step,
             loss=out.loss,
@@ -184,11 +184,11 @@ class Update:
             weights={name: term.weight for name, term in out.terms.items()},
             metrics={name: metric.value for name, metric in out.metrics.items()},
             grad_norm=norm,
-            clipped_grad_norm=norm * tried.clip_coefficient,
-            clip_coefficient=tried.clip_coefficient,
+            clipped_grad_norm=norm * measured.clip_coefficient,
+            clip_coefficient=measured.clip_coefficient,
             param_norm=trial.param_norm,
-            update_norm=jnp.where(trial.applied, gradients.norm_of(tried.squares), 0),
-            learning_rate=cast(Any, tried.learning_rate),  # the step fills in one that is unknown
+            update_norm=jnp.where(trial.applied, gradients.norm_of(measured.squares), 0),
+            learning_rate=cast(Any, measured.learning_rate),  # the step fills in one that is unknown
             loss_scale=jnp.float32(1) if scale is None else scale,
             skipped=~trial.applied,
             nonfinite=trial.nonfinite,

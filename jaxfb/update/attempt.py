@@ -23,8 +23,8 @@ class Attempt(NamedTuple):
     clip_coefficient: jax.Array
 
 
-class Tried(NamedTuple):
-    """Numbers that an attempt is judged and recorded by.
+class Measured(NamedTuple):
+    """Numbers of an attempt, by which it is judged and recorded.
 
     squares: of each trained leaf the sum of its updates' squares, float[].
     bad:     of each trained leaf how many parameters are not finite, or become so by a finite update, float[].
@@ -38,9 +38,9 @@ class Tried(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """An update that was tried: what was found out about it, and whether it is applied."""
+    """An update that was tried: what was measured of it, what of it is not finite, and whether it is applied."""
 
-    tried: Tried
+    measured: Measured
     grads: PyTree
     grad_norm: jax.Array
     param_norm: jax.Array
@@ -49,7 +49,7 @@ class Trial(NamedTuple):
     applied: jax.Array
 
 
-def find_nonfinite(loss, grads, params, tried: Tried, counted) -> NonFinite:
+def find_nonfinite(loss, grads, params, measured: Measured, counted) -> NonFinite:
     """Returns what was not finite, each part where it begins; without counted rows no update was wanted.
 
     params: all of them; of a frozen one nothing is read.
@@ -64,8 +64,8 @@ def find_nonfinite(loss, grads, params, tried: Tried, counted) -> NonFinite:
         )
 
     of_gradients = gradients.nonfinite_leaves(grads)
-    of_updates = gradients.nonfinite_squares(tried.squares) & ~jnp.any(of_gradients) & counted
-    of_params = [number > 0 for number in tried.bad]
+    of_updates = gradients.nonfinite_squares(measured.squares) & ~jnp.any(of_gradients) & counted
+    of_params = [number > 0 for number in measured.bad]
     return NonFinite(~jnp.isfinite(loss), *map(flagged, (of_gradients, of_updates, of_params)))
 
 

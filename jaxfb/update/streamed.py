@@ -26,7 +26,7 @@ from jaxfb.parallel.layer_slices import Slices, slices_of, stacked_moments, stac
 from jaxfb.trainable import joined, like
 from jaxfb.types import Pipelined, PyTree
 from jaxfb.update.apply import Update
-from jaxfb.update.attempt import Trial, Tried, of_dtype
+from jaxfb.update.attempt import Measured, Trial, of_dtype
 from jaxfb.update.train_state import TrainState
 
 
@@ -42,8 +42,8 @@ def streamed(update: Update, model: Any) -> Update:
 class WholeStream(Update):
     """Moves the whole optimizer state to the devices for an update, and back."""
 
-    def _tried(self, state: TrainState, out: ForwardBackwardOutput, norm: Any) -> Tried:
-        return super()._tried(self._on_devices(state), out, norm)
+    def _measured(self, state: TrainState, out: ForwardBackwardOutput, norm: Any) -> Measured:
+        return super()._measured(self._on_devices(state), out, norm)
 
     def _changed(self, state: TrainState, out: ForwardBackwardOutput, trial: Trial) -> tuple[PyTree, PyTree]:
         state = self._on_devices(state)
@@ -60,25 +60,25 @@ class WholeStream(Update):
 class LayerStream(Update):
     """Moves one slice of the layers' optimizer state to the devices at a time, and back."""
 
-    def _tried(self, state: TrainState, out: ForwardBackwardOutput, norm: Any) -> Tried:
+    def _measured(self, state: TrainState, out: ForwardBackwardOutput, norm: Any) -> Measured:
         layers = self._layers(state)
         stacked, grads = layers.opened(), self._grads(state, out, layers)
         rest = _with(state, layers.rest())
-        tried = self._numbers(rest, self._attempt(rest, out, grads(None), norm))
+        measured = self._measure(rest, self._attempt(rest, out, grads(None), norm))
         is_stacked = jax.tree.leaves(layers.stacked[0])
 
         def judged(sums, step):
             part = _with(state, layers.part(stacked, step))
-            found = self._numbers(part, self._attempt(part, out, grads(step), norm))
+            found = self._measure(part, self._attempt(part, out, grads(step), norm))
             return jax.tree.map(jnp.add, sums, _chosen(is_stacked, found)), None
 
-        zeros = jax.tree.map(jnp.zeros_like, _chosen(is_stacked, tried))
+        zeros = jax.tree.map(jnp.zeros_like, _chosen(is_stacked, measured))
         sums = jax.lax.scan(judged, zeros, jnp.arange(layers.slices.steps))[0]
         squares, bad = (
             [next(of_stacked) if flag else one for flag, one in zip(is_stacked, of_all, strict=True)]
-            for of_stacked, of_all in zip(map(iter, sums), (tried.squares, tried.bad), strict=True)
+            for of_stacked, of_all in zip(map(iter, sums), (measured.squares, measured.bad), strict=True)
         )
-        return tried._replace(squares=squares, bad=bad)
+        return measured._replace(squares=squares, bad=bad)
 
     def _changed(self, state: TrainState, out: ForwardBackwardOutput, trial: Trial) -> tuple[PyTree, PyTree]:
         layers = self._layers(state)
@@ -182,9 +182,9 @@ def _with(state: TrainState, part: PyTree) -> TrainState:
     return replace(state, params=joined(params, state.params), opt_state=opt_state)
 
 
-def _chosen(flags: list[bool], tried: Tried) -> tuple[list, list]:
+def _chosen(flags: list[bool], measured: Measured) -> tuple[list, list]:
     """Returns squares and bad of the leaves with a flag."""
-    both = (tried.squares, tried.bad)
+    both = (measured.squares, measured.bad)
     squares, bad = ([one for flag, one in zip(flags, some, strict=True) if flag] for some in both)
     return squares, bad
 
