@@ -16,6 +16,7 @@ from jaxfb.refusal import Refused, shown
 from jaxfb.types import PyTree
 
 LARGEST = float(np.finfo(np.float32).max)
+"""The largest float32: norms are float32, and so is a loss scale."""
 
 
 def unscale(grads: PyTree, loss_scale: jax.typing.ArrayLike | None) -> PyTree:

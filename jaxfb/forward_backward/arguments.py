@@ -208,9 +208,7 @@ def leaves_of(name: str, tree: PyTree) -> list[tuple]:
     """Returns (path, leaf) of every leaf; ValueError for what JAX cannot take apart, as keys that do not compare."""
     try:
         return jax.tree_util.tree_leaves_with_path(tree)
-    except (
-        Exception
-    ) as error:  # of a tree that holds itself, or from the flattening of a class of somebody else's
+    except Exception as error:  # of a tree that holds itself, or from somebody else's class
         raise Refused(
             f"{name} must be a pytree of arrays, but JAX cannot flatten it: {shown(error)}"
         ) from None

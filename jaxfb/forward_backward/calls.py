@@ -112,6 +112,13 @@ def _output(
     resolved, grads, loss, terms, metrics, per_microbatch, outputs, of_tokens, undivided
 ) -> ForwardBackwardOutput:
     outputs = merge(outputs, of_tokens, resolved.plan, resolved.mesh)
-    names = (undivided, (tuple(sorted(terms)),))
-    origin = Origin(None, None, None, resolved.options.normalize, *names, counts_before(resolved.model))
+    origin = Origin(
+        rows=None,  # these three are filled in by the caller, outside of the program
+        grad_scale=None,
+        weights=None,
+        normalize=resolved.options.normalize,
+        undivided=undivided,
+        groups=(tuple(sorted(terms)),),
+        whole_batch=counts_before(resolved.model),
+    )
     return ForwardBackwardOutput(loss, terms, grads, metrics, per_microbatch, outputs, origin)

@@ -57,6 +57,7 @@ class Execution:
 
     @property
     def gathers_in_loop(self) -> bool:
+        """Returns whether FSDP gathers parameters in the loop over microbatches, where each is used."""
         return self.fsdp_gather == "layer"
 
     @property

@@ -169,27 +169,33 @@ class EngineOptions(LayoutOptions, PrecisionOptions):
         elif self.optimizer_sharding == "gradients":
             raise Refused('optimizer_sharding="gradients" needs a mesh with pipe=1; in a pipeline use "data"')
         else:
-            schedule = self.schedule_for(pipe, getattr(self.schedule, "num_microbatches", 1))
-            if schedule is not None and schedule.by_device:
-                check_by_device(schedule.name, mesh.shape, self.fsdp_gather)
-            if schedule.num_pieces > 1 and (context := axis_size(mesh, "context")) > 1:
-                raise Refused(
-                    f"num_pieces={schedule.num_pieces} runs a sequence piece by piece on one device, context={context} "
-                    "cuts it over several; use num_pieces=1, or a mesh with context=1",
-                    [{"num_pieces": 1, "schedule": None}, {"context": 1}],
-                )
-            if schedule.num_pieces > 1 and isinstance(self.fsdp_gather, int):
-                raise Refused(
-                    f"num_pieces={schedule.num_pieces} gathers all layers alike, got fsdp_gather={self.fsdp_gather}; "
-                    'use fsdp_gather="layer"',
-                    [{"fsdp_gather": "layer"}],
-                )
-            if schedule.num_pieces > 1 and len(parts := remat_parts(self.remat or "none")) > 1:
-                raise Refused(
-                    f"num_pieces={schedule.num_pieces} needs one remat for all layers, got {self.remat!r}; use "
-                    f"{parts[-1][0]!r}",
-                    [{"remat": parts[-1][0]}],
-                )
+            self._check_schedule_on(
+                mesh, self.schedule_for(pipe, getattr(self.schedule, "num_microbatches", 1))
+            )
+
+    def _check_schedule_on(self, mesh: Mesh, schedule: schedules.Schedule) -> None:
+        if schedule.by_device:
+            check_by_device(schedule.name, mesh.shape, self.fsdp_gather)
+        if schedule.num_pieces == 1:
+            return
+        if (context := axis_size(mesh, "context")) > 1:
+            raise Refused(
+                f"num_pieces={schedule.num_pieces} runs a sequence piece by piece on one device, context={context} "
+                "cuts it over several; use num_pieces=1, or a mesh with context=1",
+                [{"num_pieces": 1, "schedule": None}, {"context": 1}],
+            )
+        if isinstance(self.fsdp_gather, int):
+            raise Refused(
+                f"num_pieces={schedule.num_pieces} gathers all layers alike, got fsdp_gather={self.fsdp_gather}; "
+                'use fsdp_gather="layer"',
+                [{"fsdp_gather": "layer"}],
+            )
+        if len(parts := remat_parts(self.remat or "none")) > 1:
+            raise Refused(
+                f"num_pieces={schedule.num_pieces} needs one remat for all layers, got {self.remat!r}; use "
+                f"{parts[-1][0]!r}",
+                [{"remat": parts[-1][0]}],
+            )
 
     def schedule_for(self, pipe: int, num_microbatches: int) -> schedules.Schedule:
         """Returns the schedule of a pipeline that a plan with so many microbatches runs under."""

@@ -42,9 +42,10 @@ class Packed:
         return self.arrangement.padding_fraction
 
     def restore(self, outputs: PyTree) -> PyTree:
-        """Restores [array rows, width, ...] to [rows, length, ...] in the order of the rows, 0 where there was no
-        token;
-        without packing also [array rows, ...] to [rows, ...]."""
+        """Restores [array rows, width, ...] to [rows, length, ...] in the order of the rows, 0 where no token was.
+
+        Without packing also [array rows, ...] to [rows, ...].
+        """
         return jax.tree.map(self._restored, outputs)
 
     def keys(self, rng: jax.Array | int | None) -> jax.Array | None:

@@ -18,6 +18,11 @@ from jaxfb.types import LossFn, Max, Min, PyTree, Sum
 
 MOST = 2**30
 """Totals are computed where that takes about this many operations at most: two for each parameter and position."""
+_MASK = "count with a mask that is 0 there, such as Sum(jnp.where(mask > 0, loss, 0).sum(), mask.sum())"
+_WHERE = (
+    "jnp.where hides the value of what divides by 0, or of a norm of zeros, but JAX differentiates both of its sides: "
+    "replace what is divided by, or what the norm is of, inside of it, such as x / jnp.where(mask, size, 1)"
+)
 
 
 def check_padding(
@@ -76,15 +81,6 @@ def _spoilt(traced: Traced, blank: _Blank) -> list[str]:
     if not blank.spoils(*totals.values()):
         return []
     return [name for name, total in totals.items() if blank.spoils(total)]
-
-
-_MASK = "count with a mask that is 0 there, such as Sum(jnp.where(mask > 0, loss, 0).sum(), mask.sum())"
-
-
-_WHERE = (
-    "jnp.where hides the value of what divides by 0, or of a norm of zeros, but JAX differentiates both of its sides: "
-    "replace what is divided by, or what the norm is of, inside of it, such as x / jnp.where(mask, size, 1)"
-)
 
 
 def _check_term(name: str, part: str, counted: np.ndarray, otherwise: str) -> None:

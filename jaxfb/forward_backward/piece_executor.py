@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jaxfb.forward_backward.buffers import Buffers, Shapes
@@ -90,7 +91,7 @@ class _PieceTick(Tick):
 
     def _empty_kept(self) -> tuple[PyTree, PyTree]:
         program, shapes = self._program, self._shapes
-        inputs = jax.eval_shape(lambda: self._stage_inputs(jax.numpy.int32(0)))
+        inputs = jax.eval_shape(lambda: self._stage_inputs(jnp.int32(0)))
         kept, caches, gradients = self._stage.empty_slots(
             shapes.layers, shapes.hidden, inputs, program.allocated("residual"), program.allocated("cache")
         )

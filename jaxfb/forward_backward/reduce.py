@@ -12,9 +12,9 @@ from jax import lax
 from jaxfb.types import Last, Max, Min, PyTree, Sum
 
 Metric = TypeVar("Metric", bound=Sum | Max | Min | Last)
-RECORD = (
-    256  # per-microbatch records travel in blocks of this many, so their bytes do not depend on their number
-)
+RECORD = 256
+"""Numbers of a block in which per-microbatch records travel, so that a collective's bytes do not depend on their
+number."""
 
 
 def reduce_records(values: PyTree, axes: tuple[str, ...]) -> PyTree:

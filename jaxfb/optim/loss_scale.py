@@ -10,12 +10,10 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from jaxfb.gradients import LARGEST
 from jaxfb.optim.choose import check
 from jaxfb.refusal import INT32, integer, number
-
-LARGEST = float(np.finfo(np.float32).max)
 
 
 @jax.tree_util.register_dataclass

@@ -28,7 +28,8 @@ from jaxfb.refusal import Refused, function, instance, shown
 from jaxfb.types import PyTree
 
 IN_ANY_ORDER = ("adamw", "lion", "muon", "sgd")
-"""Adafactor's averages over rows and columns have other shapes than the parameters."""
+"""Names of the optimizers that are `any_order`. Not adafactor, whose averages over rows and columns have other shapes
+than the parameters."""
 
 Rate = float | Callable[[jax.Array], jax.Array]
 

@@ -19,7 +19,8 @@ from jaxfb.platforms.compat import is_traced
 from jaxfb.refusal import Refused, boolean, choice, function_of, integer, refuse, shown
 from jaxfb.types import Counted, PyTree
 
-_KINDS = (optax.LookaheadState, optax.MultiStepsState, optax.ApplyEvery)
+_OWN_STEPS = (optax.LookaheadState, optax.MultiStepsState, optax.ApplyEvery)
+"""States of optimizers that count steps within a step, which `check_kept` refuses or warns of."""
 
 
 def check_optimizer(optimizer: Any) -> None:
@@ -39,7 +40,9 @@ def check_kept(opt_state: PyTree) -> PyTree:
     Raises:
       ValueError: it holds what is no number, or is that of an optimizer that a train step cannot apply.
     """
-    kinds = {type(node) for node in jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, _KINDS))}
+    kinds = {
+        type(node) for node in jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, _OWN_STEPS))
+    }
     if optax.LookaheadState in kinds:
         raise Refused(
             "optax.lookahead has two sets of parameters, fast and slow, and a train step has one; pass the optimizer "
