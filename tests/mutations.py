@@ -250,8 +250,8 @@ MUTATIONS = (
     Mutation(
         "inputs_are_read_late",
         "forward_backward/stage.py",
-        "Reads(kept, self._places(layers), ahead=self._on_host)",
-        "Reads(kept, self._places(layers), ahead=False)",
+        "self._places(layers), ahead=self._on_host)",
+        "self._places(layers), ahead=False)",
         "forward_backward/test_structure.py::test_the_input_of_a_layer_is_brought_from_the_host_a_turn_before_its_backward",
     ),
     Mutation(

@@ -151,7 +151,12 @@ class PieceStage(Stage):
         """Returns (target.sums with the gradient of the parameters added, cotangent of the stage's input, the cache of
         gradients).
         """
-        reads = self._reads(layers, self._kept_of_piece(layers, slot, inputs))
+
+        def again(place, layer, before):
+            return self._passes.run(layer, before, inputs.of_layer(slot.cache.of_layer(place)))[0]
+
+        assert slot.kept is not None  # a program with a backward keeps it
+        reads = self._reads(layers, slot.kept, again)
         own = self._own(layers, cotangent, inputs)
         begins = inputs.number == self._num_pieces - 1
 
@@ -208,18 +213,3 @@ class PieceStage(Stage):
             return jax.ShapeDtypeStruct(shape, own.dtype)
 
         return jax.tree.map(whole, self._own(layers, hidden, inputs))
-
-    def _kept_of_piece(self, layers: Layers, slot: PieceSlot, inputs: PieceInputs):
-        """Returns place -> what the backward of that layer reads."""
-        assert slot.kept is not None  # a program with a backward keeps it
-        if self._keep != "input":
-            return slot.kept.get
-
-        def one(before, xs):
-            place, layer = xs[0], Layers(*xs[1])
-            given = inputs.of_layer(slot.cache.of_layer(place))
-            after, _ = self._passes.run(layer, before, given)
-            return self._if_real(layer, after, before), before
-
-        _, befores, _ = self._scan(one, slot.kept.get(), layers)
-        return lambda place: jax.tree.map(lambda leaf: leaf[place], befores)

@@ -26,6 +26,8 @@ from jaxfb.forward_backward.slot import Slot, empty_slots
 from jaxfb.forward_backward.target import OfLayer, Target
 from jaxfb.types import LossOutput, PyTree
 
+Again = Callable[[jax.Array, Layers, PyTree], PyTree]
+"""Runs a layer's forward once more: (place, layer, its input) -> hidden after it."""
 WRITTEN_OUT = 4
 """In a pipeline, backwards of at most so many layers are no loop. Sums that a loop inside the loop over ticks
 carries are moved out of fast memory and back in every tick; measured ahead of time for TPU v5e, where all of them fit
@@ -130,7 +132,7 @@ class Stage:
         seeds: name -> cotangent of the total of each of the layers' terms. handed: by the forward. Where something is
           handed on, it has the gradients of the first layer, which are not yet in the sums.
         """
-        reads = self._reads(layers, self._kept(layers, slot, inputs))
+        reads = self._reads(layers, slot, self._again(inputs))
 
         def one(carry, place, layer):
             cotangent, carried = carry
@@ -158,7 +160,7 @@ class Stage:
         self, layers: Layers, slot: Slot, cotangent: PyTree, seeds: dict, inputs: StageInputs, saved: Slot
     ) -> tuple[Slot, PyTree]:
         """Returns (saved with what `backward_weight` needs, cotangent of the stage's input)."""
-        reads = self._reads(layers, self._kept(layers, slot, inputs))
+        reads = self._reads(layers, slot, self._again(inputs))
 
         def one(carry, xs):
             (cotangent, saved, carried), (place, layer) = carry, (xs[0], Layers(*xs[1]))
@@ -207,19 +209,21 @@ class Stage:
 
         return self._stacked(jax.eval_shape(one, layers, hidden, seeds, inputs), layers)
 
-    def _reads(self, layers: Layers, kept: Callable[[jax.Array], PyTree]) -> Reads:
-        """Returns the backwards' way to what they read; kept: place -> what that of a layer reads."""
-        return Reads(kept, self._places(layers), ahead=self._on_host)
+    def _reads(self, layers: Layers, slot: Slot, again: Again) -> Reads:
+        """Returns the backwards' way to what they read."""
+        return Reads(self._kept(layers, slot, again), self._places(layers), ahead=self._on_host)
 
-    def _kept(self, layers: Layers, slot: Slot, inputs: StageInputs) -> Callable[[jax.Array], PyTree]:
+    def _again(self, inputs: StageInputs) -> Again:
+        return lambda _, layer, before: self._passes.run(layer, before, inputs)
+
+    def _kept(self, layers: Layers, slot: Slot, again: Again) -> Callable[[jax.Array], PyTree]:
         """Returns place -> what the backward of that layer reads."""
         if self._keep != "input":
             return lambda place: slot.get(self._here(place))
 
         def one(before, xs):
-            layer = Layers(*xs[1])
-            after = self._passes.run(layer, before, inputs)
-            return self._if_real(layer, after, before), before
+            place, layer = xs[0], Layers(*xs[1])
+            return self._if_real(layer, again(place, layer, before), before), before
 
         if len(places := self._places(layers)) == 1:
             return lambda place: slot.get()

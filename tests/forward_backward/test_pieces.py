@@ -18,6 +18,7 @@ from jaxfb.models.piece_attention import Keys, piece_attention
 from jaxfb.models.transformer import init_params, transformer
 from jaxfb.models.variant import Variant
 from jaxfb.parallel.scores import Scores
+from jaxfb.platforms.compat import equations
 from jaxfb.schedules import Schedule, make
 from jaxfb.types import Last, Max, Min
 
@@ -102,6 +103,18 @@ def test_pieces_of_a_model_of_ones_own_change_nothing(options):
         rtol=1e-12,
         atol=1e-12,
     )
+
+
+def test_the_last_layer_of_a_stage_is_not_run_for_an_input_that_no_layer_has():
+    """remat="full" finds the inputs of a stage's layers in another forward; of the only layer that is the stage's."""
+
+    def forwards(remat):
+        grads = jax.make_jaxpr(
+            lambda params: in_pieces(RUNNING_SUM, params, BATCH, {"pipe": 4}, num_pieces=2, remat=remat).grads
+        )(PARAMS)
+        return sum(eqn.primitive.name == "tanh" for eqn in equations(grads))
+
+    assert forwards("full") == forwards("layer") > 0
 
 
 def test_a_forward_pass_in_pieces_gives_outputs_in_the_order_of_tokens():
