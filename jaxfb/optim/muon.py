@@ -52,7 +52,7 @@ def muon(
     def rescale(update):
         fan_in, fan_out = update.shape[-2:]
         if consistent_rms is None:
-            return update * max(1, fan_out / fan_in) ** 0.5
+            return update * max(1, fan_out / max(1, fan_in)) ** 0.5  # a matrix may have no rows
         return update * (consistent_rms * max(fan_in, fan_out) ** 0.5)
 
     muon = optax.chain(

@@ -109,3 +109,11 @@ def test_one_step_is_optaxs_with_and_without_nesterov():
             )
             states = first, second
             np.testing.assert_allclose(a["layers"]["w"], b["layers"]["w"], rtol=1e-12)
+
+
+@pytest.mark.parametrize("consistent_rms", [0.2, None])
+def test_a_matrix_without_rows_stays(consistent_rms):
+    params = {"layers": {"w": jnp.ones([3, 4, 6]), "none": jnp.ones([3, 0, 6])}}
+    optimizer = jaxfb.make_optimizer("muon", learning_rate=0.1, consistent_rms=consistent_rms)
+    updates, _ = optimizer.update(params, optimizer.init(params), params)
+    assert updates["layers"]["none"].shape == (3, 0, 6) and np.isfinite(updates["layers"]["w"]).all()
