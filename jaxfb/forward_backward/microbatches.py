@@ -181,32 +181,31 @@ def check_leaves(batch: PyTree) -> None:
     if not leaves:
         raise Refused(f"batch must have at least one array [rows, ...], got {shown(batch)}")
     for path, leaf in leaves:
-        if not hasattr(leaf, "dtype") or not getattr(leaf, "shape", ()):
-            raise Refused(
-                "every leaf of a batch must be an array [rows, ...]; "
-                f"batch{jax.tree_util.keystr(path)} is {shown(leaf)}"
-            )
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            raise Refused(
-                f"every leaf of a batch must be an array, batch{jax.tree_util.keystr(path)} is {shown(leaf)}"
-            )
-        if not isinstance(leaf, jax.Array | np.ndarray) and not hasattr(leaf, "__jax_array__"):
-            raise Refused(
-                f"every leaf of a batch must be an array of numpy or JAX, batch{jax.tree_util.keystr(path)} is a "
-                f"{type(leaf).__module__}.{type(leaf).__name__}; convert it with np.asarray(leaf)"
-            )
-        if not is_plain(leaf):
-            dtype = "float64" if leaf.dtype == np.longdouble else leaf.dtype.name
-            raise Refused(
-                f"every leaf of a batch must be a plain array, batch{jax.tree_util.keystr(path)} is a "
-                f"{type(leaf).__name__} of {leaf.dtype.str}; convert it with np.asarray(leaf, {dtype!r}), "
-                "and give a mask as a leaf beside it"
-            )
-        if isinstance(leaf, np.ndarray) and (leaf.dtype.kind not in "biufcV" or leaf.dtype.names):
-            raise Refused(
-                f"every leaf of a batch must be numbers, batch{jax.tree_util.keystr(path)} has dtype {leaf.dtype}; "
-                "keep names and other text outside the batch"
-            )
+        _check_leaf(f"batch{jax.tree_util.keystr(path)}", leaf)
+
+
+def _check_leaf(name: str, leaf: Any) -> None:
+    if not hasattr(leaf, "dtype") or not getattr(leaf, "shape", ()):
+        raise Refused(f"every leaf of a batch must be an array [rows, ...]; {name} is {shown(leaf)}")
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        raise Refused(f"every leaf of a batch must be an array, {name} is {shown(leaf)}")
+    if not isinstance(leaf, jax.Array | np.ndarray) and not hasattr(leaf, "__jax_array__"):
+        raise Refused(
+            f"every leaf of a batch must be an array of numpy or JAX, {name} is a "
+            f"{type(leaf).__module__}.{type(leaf).__name__}; convert it with np.asarray(leaf)"
+        )
+    if not is_plain(leaf):
+        dtype = "float64" if leaf.dtype == np.longdouble else leaf.dtype.name
+        raise Refused(
+            f"every leaf of a batch must be a plain array, {name} is a "
+            f"{type(leaf).__name__} of {leaf.dtype.str}; convert it with np.asarray(leaf, {dtype!r}), "
+            "and give a mask as a leaf beside it"
+        )
+    if isinstance(leaf, np.ndarray) and (leaf.dtype.kind not in "biufcV" or leaf.dtype.names):
+        raise Refused(
+            f"every leaf of a batch must be numbers, {name} has dtype {leaf.dtype}; "
+            "keep names and other text outside the batch"
+        )
 
 
 def _check_split(batch: Microbatches, plan: BatchPlan) -> Microbatches:

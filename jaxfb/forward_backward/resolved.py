@@ -152,22 +152,11 @@ def resolve(
         schedule = options.schedule_for(size, plan.num_microbatches)
         layout = layout_for(options, params, schedule)
         check_rows(placement, plan.rows_per_microbatch, size)
-    if isinstance(model, Pipelined) and (size == 1 or layout is not None):
-        number = num_layers(params) if layout is None else layout.longest
-        check_remat_layers(options.remat or "none", number)
-        check_gathered_layers(options.fsdp_gather, number)
-    if not isinstance(model, Pipelined) and isinstance(options.fsdp_gather, int):
-        raise Refused(
-            f"fsdp_gather={options.fsdp_gather} is a number of layers, which only a Pipelined model has; use "
-            'fsdp_gather="layer"',
-            [{"fsdp_gather": "layer"}],
-        )
-    if options.gather_ahead == "half" and not (isinstance(model, Pipelined) and _names_halves(model)):
-        raise Refused(
-            'gather_ahead="half" needs a Pipelined whose halves name the parameters of the second '
-            "(Halves.second_params), and this model's do not; use gather_ahead=True",
-            [{"gather_ahead": True}],
-        )
+    if not isinstance(model, Pipelined):
+        _check_loss_fn(options)
+    elif size == 1 or layout is not None:
+        _check_layers(options, num_layers(params) if layout is None else layout.longest)
+    _check_halves(options, model)
     sums = grad_dtypes(options, params)
     for dtype in sorted(set(jax.tree.leaves(sums)), key=str):
         check_reduce_dtype(options.reduce_dtype, dtype)
@@ -186,6 +175,32 @@ def resolve(
     )
     check_overlap(options.overlap_grad_reduce, isinstance(model, Pipelined), resolved.obstacle_to_overlap)
     return resolved
+
+
+def _check_loss_fn(options: EngineOptions) -> None:
+    """Raises ValueError for an option that only a `Pipelined` has."""
+    if isinstance(options.fsdp_gather, int):
+        raise Refused(
+            f"fsdp_gather={options.fsdp_gather} is a number of layers, which only a Pipelined model has; use "
+            'fsdp_gather="layer"',
+            [{"fsdp_gather": "layer"}],
+        )
+
+
+def _check_layers(options: EngineOptions, number: int) -> None:
+    """Raises ValueError for options that count more layers than the longest stage has."""
+    check_remat_layers(options.remat or "none", number)
+    check_gathered_layers(options.fsdp_gather, number)
+
+
+def _check_halves(options: EngineOptions, model: LossFn | Pipelined) -> None:
+    """Raises ValueError where the second half of a layer is to be gathered apart, and the model does not name it."""
+    if options.gather_ahead == "half" and not (isinstance(model, Pipelined) and _names_halves(model)):
+        raise Refused(
+            'gather_ahead="half" needs a Pipelined whose halves name the parameters of the second '
+            "(Halves.second_params), and this model's do not; use gather_ahead=True",
+            [{"gather_ahead": True}],
+        )
 
 
 def _names_halves(model: Pipelined) -> bool:

@@ -37,6 +37,7 @@ def within_window(query_places: jax.Array, key_places: jax.Array, window: int) -
 
 
 def grouped(query, kv_heads):
+    """Returns queries by the kv head that each reads: [R, T, H, K] -> [R, T, G, N, K]."""
     rows, length, _, size = query.shape
     return query.reshape(rows, length, kv_heads, -1, size)
 

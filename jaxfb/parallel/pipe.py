@@ -39,10 +39,12 @@ class Layout:
 
     @property
     def num_devices(self) -> int:
+        """Returns the number of devices of the pipeline."""
         return len(self.placement)
 
     @property
     def num_chunks(self) -> int:
+        """Returns how many stages each device holds."""
         return len(self.placement[0])
 
     @property
@@ -58,10 +60,12 @@ class Layout:
 
     @property
     def longest(self) -> int:
+        """Returns the number of layers of the longest stage."""
         return max(self.layers_per_stage)
 
     @property
     def num_layers(self) -> int:
+        """Returns the number of layers of the model."""
         return sum(self.layers_per_stage)
 
     @property
