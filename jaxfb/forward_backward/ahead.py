@@ -15,7 +15,6 @@ gradients once:
 | by libtpu 0.0.48, a layer -> half a layer ahead | HBM, GB | step, s |
 | --- | --- | --- |
 | 70B, v5p:8x8x8, fsdp 64 x tensor 8 | 4.72 -> 4.07 | 12.79 -> 12.55 |
-| 70B, v5p:8x8x8, pipe 8 x fsdp 8 x tensor 8 | 5.64 -> 4.90 | 7.71 -> 7.37 |
 | 8B at 32k tokens, v5p:4x4x4, fsdp 16 x context 4 | 8.62 -> 7.91 | 15.65 -> 15.58 |
 | 8B at 128k tokens, v5p:4x4x4, fsdp 4 x context 16 | 10.19 -> 7.98 | 36.01 -> 35.93 |
 | 8B, v5p:4x4x4, fsdp 64 | 5.86 -> 5.61 | 9.30 -> 10.07 |
