@@ -24,7 +24,7 @@ gradients once:
 | 70B, 512 H100, by XLA of jax 0.10.2 | 53.33 -> 48.03 | 5.05 -> 5.20 |
 
 With a tensor axis it is faster as well, since that axis's reduce-scatters no longer wait behind those of FSDP: of 70B's
-0.38 s were exposed, and 0.00 s are.
+0.38 s were exposed, and 0.10 s are.
 
 On v5e nothing is ahead unless it is asked for. Its compiler runs a gather beside the products in front of it by itself,
 and a scatter beside nothing wherever it stands, so that half a layer ahead saves no time worth its memory:
