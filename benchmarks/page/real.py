@@ -222,11 +222,11 @@ SECTIONS = (
           in {faster} of {count} jobs. Over all rows of jaxfb, communication that no computation
           hides takes {exposed_least:.0%} to {exposed_most:.0%} of the step.
         - **With the memory that is left.** In the jobs "memory used", which the figures above leave out, both libraries
-          keep activations that fit instead of computing them again (MaxText by its policy "minimal_with_context",
-          on v5e by "minimal", which is faster there, or by "save_dot_except_mlpwi" where neither fits; jaxfb by
-          `selective`, but for the largest model over all chips by `selective*16+layer`), and jaxfb keeps gathered
-          weights for the whole step where that pays. jaxfb's step takes {used_least:.2f} to {used_most:.2f} times as
-          long as MaxText's.
+          keep activations that fit instead of computing them again: MaxText by that of its policies
+          "minimal_with_context", "minimal" and "save_dot_except_mlpwi" which fits and gives it the shortest step,
+          jaxfb by `selective`, in the largest model over all chips for some of the layers. jaxfb keeps gathered weights
+          for the whole step where that pays. Its step takes {used_least:.2f} to {used_most:.2f} times as long as
+          MaxText's.
         - **With less memory.** In the jobs "nothing ahead", which the first two figures leave out as well, a layer's
           weights are gathered only when it runs (`parallel.gather_ahead=false`). HBM is {spared_least:.2f} to
           {spared_most:.2f} times MaxText's, and the step {spared_time_least:.2f} to {spared_time_most:.2f} times as

@@ -116,7 +116,8 @@ def _of_the_type(hint: Any, given: Any) -> str | None:
     """Returns how a value of the wrong type is written in the right one: '8' as 8, 1e3 as 1000, a as [a]."""
     if get_origin(options_of(hint)[0]) is tuple and not isinstance(given, list | Mapping):
         item = given if isinstance(given, str) else as_written(given)
-        if not _fits(hint, (given,)) or (":" not in item and any(registries_of(hint))):
+        names = ":" not in item and any(registries_of(hint))
+        if len(item) > _LONGEST or names or not _fits(hint, (given,)):
             return None
         return f"[{item}]" if _PLAIN.fullmatch(item) else f"[{json.dumps(item, ensure_ascii=False)}]"
     if not isinstance(given, str | float):
@@ -129,6 +130,7 @@ def _of_the_type(hint: Any, given: Any) -> str | None:
     return None
 
 
+_LONGEST = 100  # characters of an item that is written again
 _PLAIN = re.compile(r"(?!(true|false|yes|no|on|off|null)$)[A-Za-z][\w./:-]{0,99}|-?\d{1,18}", re.IGNORECASE)
 """An item that means the same in a list of YAML."""
 

@@ -316,6 +316,7 @@ def test_eval_of_a_post_trained_run_names_what_can_be_scored(tmp_path, capsys):
 
 INTERRUPTED = """
 import importlib.abc, os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background may ignore it
 class Interrupting(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
         if name == wanted:
