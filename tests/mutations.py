@@ -1536,6 +1536,13 @@ MUTATIONS = (
         "models/test_activations.py::test_gradients_are_those_that_jax_derives",
     ),
     Mutation(
+        "attention_does_not_ask_for_one_gather",
+        "models/attention.py",
+        "out_RTD = gathered_once_backward(out_RTD, joined.shape[-1])",
+        "pass",
+        "parallel/test_tensor.py::test_attention_asks_for_one_gather_of_its_gradient",
+    ),
+    Mutation(
         "attentions_gradient_is_gathered_for_each_product",
         "parallel/tensor.py",
         "return (residual_stream(cotangent, sequence_parallel=False),)",

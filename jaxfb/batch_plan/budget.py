@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from math import isqrt
-from types import SimpleNamespace
 from typing import Any
 
 from jaxfb.batch_plan.refusal import PlanError
@@ -54,15 +53,24 @@ def context_sizes(plan: Any, width: int) -> tuple[int, ...]:
     """Returns the numbers of context devices that rows of this width may be cut over, each in two pieces a device, so
     that the share of the budget holds one row; rising.
     """
-    small = [size for size in range(1, isqrt(plan.max_context) + 1) if plan.max_context % size == 0]
-    sizes = sorted({*small, *(plan.max_context // size for size in small)})
-    fit = (size for size in sizes if share_of(plan, size) >= width)
+    return _sizes(plan.max_context, plan.max_tokens_per_microbatch, width)
+
+
+def _sizes(max_context: int, tokens: int, width: int) -> tuple[int, ...]:
+    """Returns what `context_sizes` does for a budget of so many tokens."""
+    small = [size for size in range(1, isqrt(max_context) + 1) if max_context % size == 0]
+    sizes = sorted({*small, *(max_context // size for size in small)})
+    fit = (size for size in sizes if _share(max_context, tokens, size) >= width)
     return tuple(size for size in fit if size == 1 or width % (2 * size) == 0)
 
 
 def share_of(plan: Any, context: int) -> int:
     """Returns the most tokens of a microbatch that is cut over so many of the plan's context devices."""
-    return plan.max_tokens_per_microbatch * context // plan.max_context
+    return _share(plan.max_context, plan.max_tokens_per_microbatch, context)
+
+
+def _share(max_context: int, tokens: int, context: int) -> int:
+    return tokens * context // max_context
 
 
 def with_context(plan: Any, width: int, context: int) -> Any:
@@ -134,8 +142,7 @@ def _not_cut(plan: Any, widths: tuple[int, ...]) -> int | None:
     if plan.max_context is None:
         return None
     tokens = max(widths[-1], plan.max_tokens_per_microbatch)
-    enough = SimpleNamespace(max_context=plan.max_context, max_tokens_per_microbatch=tokens)
-    return next((width for width in widths if not context_sizes(enough, width)), None)
+    return next((width for width in widths if not _sizes(plan.max_context, tokens, width)), None)
 
 
 def _widths_with_budget(plan: Any, widths: tuple[int, ...]) -> tuple[dict[str, Any], str]:

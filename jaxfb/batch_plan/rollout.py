@@ -209,8 +209,7 @@ def _check_updates(plan: RolloutPlan) -> None:
     replicas = plan.train.data_parallel if "train" in plan.plans else 1
     group = plan.samples_per_prompt if plan.whole_groups else 1
     legal = nearest(update, rows, lambda n: rows % n == 0 and n % replicas == 0 and n % group == 0)
-    fitted = _with_whole_groups if plan.whole_groups else _of_updates
-    choices = only_legal([fitted(plan, n) for n in legal], lambda one: replace(plan, **one))
+    choices = only_legal([_for_updates(plan, n) for n in legal], lambda one: replace(plan, **one))
     why = f"update of {update} rows needs more than the {rows} a rollout yields"
     if rows >= update:
         made = f"rollout gives {plan.prompts} prompts × {plan.samples_per_prompt} = {rows} rows"
@@ -243,13 +242,11 @@ def _of_rows(plan: BatchPlan, rows: int | None) -> BatchPlan:
         return plan
 
 
-def _of_updates(plan: RolloutPlan, rows_per_update: int) -> dict[str, Any]:
-    return _fitted(plan, rows_per_update=rows_per_update)
-
-
-def _with_whole_groups(plan: RolloutPlan, rows_per_update: int) -> dict[str, Any]:
-    """Returns so many rows an update with plans for them, and whole groups in each microbatch."""
+def _for_updates(plan: RolloutPlan, rows_per_update: int) -> dict[str, Any]:
+    """Returns so many rows an update with plans for them, which keep groups whole where that is asked for."""
     fitted = _fitted(plan, rows_per_update=rows_per_update)
+    if not plan.whole_groups:
+        return fitted
     train = _of_groups(plan.train, plan.samples_per_prompt, rows_per_update)
     return {**fitted, "plans": {**fitted["plans"], "train": train}, "seed": None}
 
@@ -281,7 +278,7 @@ def _check_groups(plan: RolloutPlan) -> None:
         return
     if plan.rows_per_update % samples:
         legal = nearest(plan.rows_per_update, plan.rows, lambda n: plan.rows % n == 0 and n % samples == 0)
-        choices = [_with_whole_groups(plan, rows) for rows in legal]
+        choices = [_for_updates(plan, rows) for rows in legal]
         words = offer([{"rows_per_update": rows} for rows in legal])
         raise PlanError(
             f"[rollout] whole_groups keeps groups of {samples} samples together, but updates of {plan.rows_per_update} "

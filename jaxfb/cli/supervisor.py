@@ -25,9 +25,8 @@ from jaxfb.process.signals import ENDING, caught_here
 FINAL = (DONE, REFUSED, UNWRITTEN, RESUMABLE, GAVE_UP, FAULTY)
 STOPPING = 15.0  # seconds that the others get to notice, once one process has ended for good or was lost
 AFTER_A_KILL = 5.0  # the same, where one was killed: the others cannot continue, and have nothing to save
-AFTER_THE_END = (
-    300.0  # the same, once one is done: all have come to the end, but may still upload what they logged
-)
+AFTER_THE_END = 300.0
+"""The same, once one is done: the others are at their end too, but may still upload what they logged."""
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0
 DOUBLINGS = 16  # of the wait, far beyond the longest; 2**1024 is no float
 

@@ -64,10 +64,14 @@ class Attention(nnx.Module):
         query, key, value = self._projected(x_RTD)
         query, key = self._rotated(query, positions_RT), self._rotated(key, positions_RT)
         context_RTHK, kept = attend(self._scaled(query), key, value, *self._scores())
-        joined = context_RTHK.reshape(*x_RTD.shape[:2], -1)
+        return self._answer(context_RTHK), kept
+
+    def _answer(self, context_RTHK: jax.Array) -> jax.Array:
+        """Returns what is added to the residual stream, float[R, T, D]."""
+        joined = context_RTHK.reshape(*context_RTHK.shape[:2], -1)
         out_RTD = self.output(constrain(joined, None, None, "tensor"))
         out_RTD = gathered_once_backward(out_RTD, joined.shape[-1])
-        return residual_stream(out_RTD, self.config.sequence_parallel), kept
+        return residual_stream(out_RTD, self.config.sequence_parallel)
 
     def _projected(self, x_RTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns (query_RTHK, key_RTGK, value_RTGK), normalised where the config has it."""

@@ -18,7 +18,7 @@ from flax import nnx
 from jaxfb.models.attention import Attend, Attention
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.layers import Linear, RMSNorm, fan_in_init, residual_init
-from jaxfb.parallel.tensor import constrain, gathered_once_backward, residual_stream
+from jaxfb.parallel.tensor import constrain
 from jaxfb.refusal import Refused
 
 
@@ -48,10 +48,7 @@ class LatentAttention(Attention):
     def __call__(self, x_RTD: jax.Array, positions_RT: jax.Array, attend: Attend) -> tuple[jax.Array, Any]:
         query, key, value = self._expanded(x_RTD, positions_RT)
         context_RTHK, kept = attend(self._scaled(query), key, value, *self._scores())
-        joined = context_RTHK[..., : self.latent.value_size].reshape(*x_RTD.shape[:2], -1)
-        out_RTD = self.output(constrain(joined, None, None, "tensor"))
-        out_RTD = gathered_once_backward(out_RTD, joined.shape[-1])
-        return residual_stream(out_RTD, self.config.sequence_parallel), kept
+        return self._answer(context_RTHK[..., : self.latent.value_size]), kept
 
     def _expanded(self, x_RTD: jax.Array, positions_RT: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns (queries, keys, values), each [R, T, H, K]."""

@@ -36,8 +36,8 @@ _SPLIT_DIM: dict[tuple[str, ...], int] = {
 }
 _EXPERT_DIM = -3
 _LONG = 2048
-"""Features on a device with which a product takes as long as a gather of its tokens: on v5p 2,000 (459 TFLOP/s and 200
-GB/s), on an H100 1,900. 405B, which has as many with tensor 8, takes 68.8 s in place of 67.7 s if it gathers once.
+"""A product of so many features on a device takes as long as a gather of its tokens: 2,000 on v5p (459 TFLOP/s and 200
+GB/s), 1,900 on an H100. 405B has 2,048 of them with tensor 8, and takes 68.8 s in place of 67.7 s if it gathers once.
 """
 _VOCABULARY = (("embed", "embedding"), ("head", "kernel"))
 
@@ -148,7 +148,7 @@ def gathered_once_backward(x: jax.Array, features: int) -> jax.Array:
 
     Args:
       x: [rows, tokens, width].
-      features: of all devices, of which x is a linear function.
+      features: of a token, which the product that gave x multiplied; those of all devices.
     """
     shards = num_shards()
     return x if shards == 1 or features >= _LONG * shards else _gathered_once_backward(x)

@@ -62,9 +62,8 @@ def ended_in_imports() -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         if not _is_importing(frame):
             raise KeyboardInterrupt
-        with suppress(
-            OSError, ValueError, RuntimeError, AttributeError
-        ):  # closed, or in the middle of a line
+        # standard error may be closed, or in the middle of a line
+        with suppress(OSError, ValueError, RuntimeError, AttributeError):
             print("jaxfb: stopped", file=sys.stderr, flush=True)
             sys.stdout.flush()
         signal.signal(number, signal.SIG_DFL)

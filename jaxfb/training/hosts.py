@@ -46,9 +46,8 @@ from jaxfb.training.watch import (
 __all__ = ["LOST", "Hosts", "LostProcess", "leave"]
 
 Value = TypeVar("Value")
-ABORT_PATIENCE = (
-    4.0  # seconds for an answer of the coordinator before an abort, which the kernel lets take 10
-)
+ABORT_PATIENCE = 4.0
+"""Seconds for an answer of the coordinator before an abort, which the kernel lets take 10."""
 SLICE = 5.0  # seconds between two looks at whether there is still time
 _rounds = itertools.count()  # the store outlives a `Hosts`, so each has its own keys
 
