@@ -1412,9 +1412,23 @@ MUTATIONS = (
     Mutation(
         "threads_of_a_failed_save_left_waiting",
         "checkpoint/store.py",
-        "            end_threads_since(self._threads)\n",
+        "            self._threads.end_waiting()\n",
         "",
         "checkpoint/test_write_errors.py::test_the_threads_of_a_failed_save_end",
+    ),
+    Mutation(
+        "threads_of_the_next_save_ended",
+        "checkpoint/store.py",
+        "        self._threads.begun()\n",
+        "",
+        "checkpoint/test_write_errors.py::test_the_threads_of_a_failed_save_end",
+    ),
+    Mutation(
+        "a_cancelled_save_taken_for_written",
+        "checkpoint/store.py",
+        "            self._check_named()\n",
+        "",
+        "checkpoint/test_write_errors.py::test_a_save_that_ended_without_a_checkpoint_is_reported",
     ),
     Mutation(
         "a_full_local_disk_reported_every_time",

@@ -7,42 +7,56 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
 from typing import Any
 
 try:
-    from orbax.checkpoint._src.futures import future
+    from orbax.checkpoint._src.futures import future, synchronization
 
     _WAITING: Any = future._SignalingThread
+    _NUMBERS: Any = synchronization.OperationIdGenerator
 except (ImportError, AttributeError):  # private names of Orbax; without them its threads are left alone
-    _WAITING = ()
+    _WAITING, _NUMBERS = (), None
 
 LOOK = 0.2  # seconds between two looks
 
 
-def end_threads_since(before: Iterable[threading.Thread]) -> None:
-    """Ends the waiting threads of a save that has failed, and returns at once.
+class SaveThreads:
+    """Orbax's threads of one save, known by the numbers that Orbax gives its operations.
 
-    Threads that still write may start others, so a thread of ours looks until there are none. On several processes a
-    signal reaches the threads of all, some of which still write; this is for a process alone.
-
-    Args:
-      before: the threads that there were before the save.
+    Made before the save begins. A save that begins later has other numbers, and so its threads are never ended for it.
     """
-    known = set(before)
 
-    def end() -> None:
-        while waiting := _waiting(known):
-            for thread in waiting:
-                thread.cancel()  # it does nothing once it has its signals
-                future.set_signals(thread._receive_signals, operation_id=thread._operation_id)
-            time.sleep(LOOK)
+    def __init__(self) -> None:
+        self._first, self._end = _next_operation(), None
 
-    threading.Thread(target=end, name="jaxfb abandoned save", daemon=True).start()
+    def begun(self) -> None:
+        """Takes the operations until now for those of the save; later ones are not."""
+        self._end = _next_operation()
+
+    def end_waiting(self) -> None:
+        """Ends the threads that wait, and returns at once.
+
+        Threads that still write may start others, so a thread of ours looks until there are none. On several processes
+        a signal reaches the threads of all, some of which still write; this is for a process alone.
+        """
+        numbers = {str(number) for number in range(self._first, self._end or _next_operation())}
+
+        def end() -> None:
+            while waiting := _waiting(numbers):
+                for thread in waiting:
+                    thread.cancel()  # it does nothing once it has its signals
+                    future.set_signals(thread._receive_signals, operation_id=thread._operation_id)
+                time.sleep(LOOK)
+
+        threading.Thread(target=end, name="jaxfb abandoned save", daemon=True).start()
 
 
-def _waiting(known: set[threading.Thread]) -> list[Any]:
-    """Returns Orbax's threads that run, without the known ones."""
-    return [
-        thread for thread in threading.enumerate() if isinstance(thread, _WAITING) and thread not in known
-    ]
+def _next_operation() -> int:
+    """Returns the number that Orbax's next operation has, such as a save."""
+    return 0 if _NUMBERS is None else int(_NUMBERS.get_current_operation_id()) + 1
+
+
+def _waiting(numbers: set[str]) -> list[Any]:
+    """Returns Orbax's threads that run for operations of these numbers; one's own part of it follows a dot."""
+    threads: list[Any] = [thread for thread in threading.enumerate() if isinstance(thread, _WAITING)]
+    return [thread for thread in threads if thread._operation_id.split(".")[0] in numbers]

@@ -12,9 +12,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from functools import partial as partial_of
 from pathlib import Path
 from typing import Any, cast
@@ -22,7 +21,7 @@ from typing import Any, cast
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from jaxfb.checkpoint.abandoned import end_threads_since
+from jaxfb.checkpoint.abandoned import SaveThreads
 from jaxfb.checkpoint.damage import damage
 from jaxfb.checkpoint.manifest import (
     WHO,
@@ -84,7 +83,7 @@ class CheckpointStore(SavedSteps):
         self._writer: ocp.training.Checkpointer | None = None
         self._pending: ocp.AsyncResponse | None = None
         self._pending_step: int | None = None
-        self._threads: list[threading.Thread] = []  # that there were before the save
+        self._threads = SaveThreads()
 
     def save(self, step: int, state: Any, host: Mapping[str, Any]) -> None:
         """Saves one step as a whole: arrays and host values are committed together or not at all.
@@ -103,11 +102,12 @@ class CheckpointStore(SavedSteps):
         check_writable(state, named_leaves(state))
         leaves = named_leaves(as_saved(state))
         content = {"format": FORMAT, "step": step, "leaves": shapes_of(leaves), "host": as_json(host)}
-        self._threads = threading.enumerate()
         writer = self._writer_for(step)
         reach("save")
         write_errors.forget(self.directory)
+        self._threads = SaveThreads()
         self._pending = self._begun(writer, step, leaves, content)
+        self._threads.begun()
         if self._pending is None:
             raise Refused(
                 f"[checkpoint] step {step} is not above the newest one that is saved, {self.latest()}; use a larger one"
@@ -170,6 +170,7 @@ class CheckpointStore(SavedSteps):
                 wait_for(pending.result, lambda: write_errors.of(self.directory))
             else:
                 pending.result()
+            self._check_named()
             reach("save.done")
         except BaseException as error:
             self._abandon_writer()
@@ -190,6 +191,12 @@ class CheckpointStore(SavedSteps):
 
     def __exit__(self, *_) -> None:
         self.close()
+
+    def _check_named(self) -> None:
+        """Raises unless the last save has its name: Orbax reports no error where a thread of it was cancelled."""
+        path = self.directory / str(self._pending_step)
+        if jax.process_index() == 0 and not path.is_dir():
+            raise StorageError("the save was cancelled")
 
     def _writer_for(self, step: int) -> ocp.training.Checkpointer:
         """Returns the writer, opened at the first save; refuses a step that is saved already."""
@@ -226,7 +233,7 @@ class CheckpointStore(SavedSteps):
         writer, self._writer = self._writer, None
         # of several processes the others may not come to the end of the save, for which closing would wait
         if writer is not None and jax.process_count() == 1:
-            end_threads_since(self._threads)
+            self._threads.end_waiting()
             with contextlib.suppress(Exception):
                 writer.close()
 
@@ -319,11 +326,19 @@ def _begun_save(
     record: Future = Future()
     try:
         pending = writer.save_checkpointables_async(step, {"state": leaves, RECORD: record}, metrics=metrics)
-        record.set_result(sealed({**content, "sums": checksums(leaves)}))
+        whole = sealed({**content, "sums": checksums(leaves)})
     except BaseException as error:  # Orbax's thread, if it was started, waits for the record
-        record.set_exception(error)
+        with _unless_cancelled():
+            record.set_exception(error)
         raise
+    with _unless_cancelled():
+        record.set_result(whole)
     return pending
+
+
+def _unless_cancelled() -> contextlib.AbstractContextManager:
+    """Passes over a record for which Orbax's thread waits no more: the save has failed, and its result tells why."""
+    return contextlib.suppress(InvalidStateError)
 
 
 def _first_line(error: BaseException) -> str:

@@ -11,6 +11,7 @@ import jax
 import pytest
 from orbax.checkpoint._src.futures import future, synchronization
 
+from jaxfb.checkpoint import abandoned
 from jaxfb.checkpoint import store as checkpoint
 from jaxfb.checkpoint.store import CannotWrite, CheckpointStore
 from jaxfb.checkpoint.write_errors import IN_BACKGROUND, WriteErrors, quiet_late_answers, wait_for
@@ -109,26 +110,88 @@ class Refusing:
 
 def test_the_threads_of_a_failed_save_end(tmp_path, monkeypatch):
     """They waited for the signals of threads that had failed, for up to a week, and so did the end of the program."""
-    written, created = [], synchronization.HandlerAwaitableSignal.STEP_DIRECTORY_CREATION
-    thread = future._SignalingThread(
-        target=lambda: written.append(1),
-        send_signals=[],
-        receive_signals=[created],
-        timeout_secs=60,
-        operation_id="test",
-    )
+    written, threads = [], []
+
+    def waiting(of_part=""):
+        """A thread as Orbax starts it, of its latest operation or a part of that; it waits for a directory."""
+        created = synchronization.HandlerAwaitableSignal.STEP_DIRECTORY_CREATION
+        operation = synchronization.OperationIdGenerator.get_current_operation_id() + of_part
+        threads.append(
+            future._SignalingThread(
+                target=lambda: written.append(operation),
+                send_signals=[],
+                receive_signals=[created],
+                timeout_secs=60,
+                operation_id=operation,
+            )
+        )
+        threads[-1].start()
 
     def begun(*_):
-        thread.start()
+        synchronization.OperationIdGenerator.next_operation_id()
+        waiting()
+        waiting(of_part=".state")
         return Refusing()
 
+    waiting()  # for a save of before, that of another store
     store = CheckpointStore(tmp_path)
     monkeypatch.setattr(checkpoint, "_begun_save", begun)
     store.save(2, STATE, {})
+    synchronization.OperationIdGenerator.next_operation_id()
+    waiting()  # for a save that began later
     with pytest.raises(CannotWrite, match="Too many open files"):
         store.wait()
-    threading.Thread.join(thread, 30)
-    assert not thread.is_alive() and not written
+    before, *of_the_save, after = threads
+    for thread in of_the_save:
+        threading.Thread.join(thread, 30)
+    assert [thread.is_alive() for thread in threads] == [True, False, False, True] and not written
+    for thread in (before, after):
+        future.set_signals(thread._receive_signals, operation_id=thread._operation_id)
+        thread.join()
+    assert written == [before._operation_id, after._operation_id]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_save_right_after_one_that_failed_is_written(tmp_path, monkeypatch):
+    """What ended the threads of the one that failed ended those of the next as well, and its step was missing."""
+    monkeypatch.setattr(abandoned, "LOOK", 0)
+
+    def fails(leaves):
+        raise jax.errors.JaxRuntimeError("a device is lost")
+
+    with CheckpointStore(tmp_path, keep=9) as store:
+        for step in (1, 2, 3):
+            with monkeypatch.context() as patch, pytest.raises(jax.errors.JaxRuntimeError):
+                patch.setattr(checkpoint, "checksums", fails)
+                store.save(step, STATE, {})
+            store.save(step, STATE, {})
+    assert store.steps() == [1, 2, 3]
+
+
+class Cancelled:
+    """A save that ended without an error and without a checkpoint, as one whose thread was cancelled."""
+
+    def result(self):
+        pass
+
+
+def test_a_save_that_ended_without_a_checkpoint_is_reported(tmp_path, monkeypatch):
+    store = CheckpointStore(tmp_path)
+    monkeypatch.setattr(checkpoint, "_begun_save", lambda *_: Cancelled())
+    store.save(2, STATE, {})
+    with pytest.raises(CannotWrite, match="step 2 could not be written .* cancelled; complete steps: none$"):
+        store.wait()
+
+
+def test_a_record_for_which_no_thread_waits_hides_no_error():
+    class Writer:
+        """Its save has failed before the checksums are there, and with it the wait for the record."""
+
+        def save_checkpointables_async(self, step, values, metrics):
+            values[checkpoint.RECORD].cancel()
+            return Cancelled()
+
+    assert isinstance(checkpoint._begun_save(Writer(), 2, STATE, {}, None), Cancelled)
 
 
 def test_the_error_of_the_last_save_is_not_hidden_by_that_of_closing(tmp_path, monkeypatch):
