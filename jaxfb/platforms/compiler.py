@@ -52,8 +52,9 @@ _ON_SPARSECORE: dict[str, Value] = {
 
 # Gathers of tokens over tensor become loops of products that run beside them: 12.5 s in place of 13.3 s for 70B on
 # v5p:8x8x8, fsdp 64 x tensor 8. FSDP's scatters are otherwise taken for shorter than they are and may end too late:
-# 12.9 s in place of 13.5 s while attention gathered its gradient twice, 12.5 s either way since. Without a tensor axis
-# the second option takes 0.1 GB of 8B on v5p:4x4x4 for nothing.
+# 12.9 s in place of 13.5 s while attention gathered its gradient twice, 12.5 s either way since; 405B on v5p:8x8x16,
+# fsdp 128 x tensor 8, takes 11.8 GB in place of 12.1 GB, for 67.7 s either way. Without a tensor axis the second option
+# takes 0.1 GB of 8B on v5p:4x4x4 for nothing.
 _WITH_TENSOR: dict[str, Value] = {
     "xla_tpu_decompose_all_gather_einsum": True,
     "xla_tpu_sparse_core_reduce_scatter_latency_multiplier": 6,
