@@ -1424,6 +1424,20 @@ MUTATIONS = (
         "checkpoint/test_write_errors.py::test_the_threads_of_a_failed_save_end",
     ),
     Mutation(
+        "a_whole_step_taken_for_the_damaged_one_of_its_number",
+        "checkpoint/store.py",
+        "        self._damaged.clear()  # whatever",
+        "        # whatever",
+        "checkpoint/test_checkpoint.py::test_a_step_that_takes_the_number_of_a_damaged_one_counts",
+    ),
+    Mutation(
+        "ctrl_c_in_a_save_raised_again_by_the_next",
+        "checkpoint/store.py",
+        "        except BaseException:  # such as Ctrl-C",
+        "        except jax.errors.JaxRuntimeError:  # such as Ctrl-C",
+        "checkpoint/test_write_errors.py::test_what_interrupts_the_beginning_of_a_save_is_not_raised_by_the_next",
+    ),
+    Mutation(
         "a_cancelled_save_taken_for_written",
         "checkpoint/store.py",
         "            self._check_named()\n",

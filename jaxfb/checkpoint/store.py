@@ -201,6 +201,8 @@ class CheckpointStore(SavedSteps):
     def _writer_for(self, step: int) -> ocp.training.Checkpointer:
         """Returns the writer, opened at the first save; refuses a step that is saved already."""
         try:
+            if self._damaged:  # found since the writer was opened, for which they still count
+                self.close()
             writer = self._writer or self._open_writer()
         except OSError as error:
             raise self._cannot_write(step, error) from error
@@ -224,7 +226,7 @@ class CheckpointStore(SavedSteps):
         except OSError as error:
             self._abandon_writer()
             raise self._cannot_write(step, error) from error
-        except jax.errors.JaxRuntimeError:  # no checksums, so no save
+        except BaseException:  # such as Ctrl-C, or no checksums; Orbax would raise it again at the next save
             self._abandon_writer()
             raise
 
@@ -270,6 +272,7 @@ class CheckpointStore(SavedSteps):
             from jax.experimental import multihost_utils
 
             multihost_utils.sync_global_devices("jaxfb set aside damaged checkpoints")
+        self._damaged.clear()  # whatever has one of these numbers from now on is another checkpoint
 
     def _set_aside_damaged(self) -> None:
         """Renames what cannot be read, so that it neither counts as newest nor blocks its step number."""

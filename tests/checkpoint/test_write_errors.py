@@ -168,6 +168,26 @@ def test_a_save_right_after_one_that_failed_is_written(tmp_path, monkeypatch):
     assert store.steps() == [1, 2, 3]
 
 
+class Interrupted(BaseException):
+    """As KeyboardInterrupt, which would end the tests if it were raised again."""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("error", [Interrupted, MemoryError, ValueError])
+def test_what_interrupts_the_beginning_of_a_save_is_not_raised_by_the_next(tmp_path, monkeypatch, error):
+    """Orbax raised the error, Ctrl-C as well, again at the next save, whose step was then missing."""
+
+    def fails(leaves):
+        raise error
+
+    with CheckpointStore(tmp_path) as store:
+        with monkeypatch.context() as patch, pytest.raises(error):
+            patch.setattr(checkpoint, "checksums", fails)
+            store.save(1, STATE, {})
+        store.save(1, STATE, {})
+    assert store.steps() == [1]
+
+
 class Cancelled:
     """A save that ended without an error and without a checkpoint, as one whose thread was cancelled."""
 
