@@ -1445,6 +1445,13 @@ MUTATIONS = (
         "checkpoint/test_write_errors.py::test_a_save_that_ended_without_a_checkpoint_is_reported",
     ),
     Mutation(
+        "anything_allowed_as_rounding",
+        "checking/rounding.py",
+        "replace(one, allowed=one.allowed * (of_gradients if _of_gradients(one) else more)) for one in found",
+        "replace(one, allowed=float('inf')) for one in found",
+        "checking/test_trial.py::test_what_is_beyond_the_rounding_of_one_device_stays_a_finding",
+    ),
+    Mutation(
         "a_full_local_disk_reported_every_time",
         "training/local_tier.py",
         "if failure not in (None, before):",

@@ -49,10 +49,14 @@ class Answer:
 
 
 class OneDevice:
-    """Computes a case on one device; all of it is one program, compiled once for any parameters, rows and attempt."""
+    """Computes a case on one device; all of it is one program, compiled once for any parameters, rows and attempt.
 
-    def __init__(self, case: Case, model: LossFn | Pipelined, keys: Keys):
+    wide: in float64, but for parameters, which have been rounded; if not, in the case's own dtypes.
+    """
+
+    def __init__(self, case: Case, model: LossFn | Pipelined, keys: Keys, wide: bool = True):
         self._case, self._model, self._keys = case, model, keys
+        self._widened = _wide if wide else jnp.asarray
         self._program = jax.jit(self._computed)
 
     def __call__(self, params: PyTree, batch: PyTree, attempt: int = 0) -> Answer:
@@ -70,7 +74,7 @@ class OneDevice:
         case = self._case
         params = jax.tree.map(self._as_computed, params)
         keys = self._keys(attempt)
-        rows = jax.tree.map(_wide, batch), None if keys is None else keys[: case.real_rows]
+        rows = jax.tree.map(self._widened, batch), None if keys is None else keys[: case.real_rows]
         if case.normalize == "microbatch":
             out = whole(self._model, params, *rows)
             loss, terms, grads = self._mean_of_means(params, rows)
@@ -129,7 +133,7 @@ class OneDevice:
 
     def _as_computed(self, leaf: Any) -> jax.Array:
         """Rounds a parameter to the dtype that the case computes in."""
-        return _wide(jnp.asarray(leaf).astype(self._case.compute_dtype or leaf.dtype))
+        return self._widened(jnp.asarray(leaf).astype(self._case.compute_dtype or leaf.dtype))
 
 
 def _over_parts(function: Callable, rows: Rows, size: int) -> PyTree:

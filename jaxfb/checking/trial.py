@@ -20,6 +20,7 @@ from jaxfb.checking.difference import Difference, compare
 from jaxfb.checking.outcome import DIFFERENT, FAILED, REFUSED, SAME, Outcome
 from jaxfb.checking.problem import OwnModel, Problem, problem_of
 from jaxfb.checking.reference import Answer, OneDevice, keys_of_rows, value_of
+from jaxfb.checking.rounding import allowing_for_rounding
 from jaxfb.checking.update import differences_of_updates
 from jaxfb.forward_backward import get_forward_backward_func
 from jaxfb.output import ForwardBackwardOutput
@@ -36,7 +37,8 @@ def try_case(case: Case, own: OwnModel | None = None) -> Outcome:
     try:
         with warnings.catch_warnings(), large_tables(case):
             warnings.simplefilter("ignore")
-            outcome = _judged(differences(case, problem_of(case, own)))
+            problem = problem_of(case, own)
+            outcome = _judged(allowing_for_rounding(differences(case, problem), case, problem))
     except Exception as error:
         outcome = _refused_or_failed(error)
     jax.clear_caches()

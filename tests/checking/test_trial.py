@@ -11,10 +11,13 @@ import users
 from marks import some_slow
 
 import jaxfb
-from jaxfb.checking import trial
+from jaxfb.checking import rounding, trial
 from jaxfb.checking.case import Case
+from jaxfb.checking.difference import Difference
 from jaxfb.checking.outcome import DIFFERENT, FAILED, REFUSED, SAME
+from jaxfb.checking.problem import problem_of
 from jaxfb.checking.program import program
+from jaxfb.checking.rounding import allowing_for_rounding
 from jaxfb.checking.trial import try_case
 from jaxfb.forward_backward import calls
 from jaxfb.types import Last, Sum
@@ -219,3 +222,41 @@ def test_a_metric_that_is_near_zero_in_one_microbatch_is_measured_by_the_others(
     )
     got = SimpleNamespace(per_microbatch={"last": Last(np.array([1, 1.001e-4]))})
     assert trial._of_metrics_by_microbatch(got, want, 1e-4).size == pytest.approx(1e-7)
+
+
+ROUNDED = Case(
+    model="transformer",
+    mesh={"data": 2},
+    dropout=True,
+    length=8,
+    rows_per_microbatch=3,
+    remainder="drop",
+    surplus=2,
+    rng="legacy",
+    compute_dtype="bfloat16",
+    reduce_dtype="bfloat16",
+    data_seed=260,
+)
+
+
+def test_rounding_that_one_device_shows_as_well_is_no_finding():
+    """The attention of 8 tokens has gradients that bfloat16 makes wrong by a quarter, on one device too."""
+    differences = trial.differences(ROUNDED, problem_of(ROUNDED))
+    assert [one.quantity for one in differences if one.found] == ["grads"]
+    assert try_case(ROUNDED).status == SAME
+
+
+def test_what_is_beyond_the_rounding_of_one_device_stays_a_finding():
+    off = [Difference("second grad_norm", size=8.0, allowed=0.4), Difference("loss", size=0.2, allowed=0.1)]
+    assert all(one.found for one in allowing_for_rounding(off, ROUNDED, problem_of(ROUNDED)))
+    in_words = [Difference("grads", problem="another shape"), Difference("metrics", size=np.nan, allowed=0.1)]
+    assert all(one.found for one in allowing_for_rounding(in_words, ROUNDED, problem_of(ROUNDED)))
+
+
+def test_wide_dtypes_are_allowed_no_more(monkeypatch):
+    monkeypatch.setattr(rounding, "_rounded_away", lambda *_: pytest.fail("computed for float32"))
+    case = ROUNDED.but(compute_dtype="float32", param_dtype="float32")
+    off = [Difference("grads", size=2e-4, allowed=1e-4)]
+    assert allowing_for_rounding(off, case, None) == off
+    same = [Difference("grads", size=1e-2, allowed=1e-1)]
+    assert allowing_for_rounding(same, ROUNDED, None) == same

@@ -1,0 +1,68 @@
+"""Measures what a dtype of few bits rounds away on one device, for cases in which that is more than its tolerance."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from jaxfb.checking import arguments, tolerance
+from jaxfb.checking.case import Case
+from jaxfb.checking.difference import Difference, compare
+from jaxfb.checking.problem import Problem
+from jaxfb.checking.reference import Answer, OneDevice, keys_of_rows, value_of
+
+FEW_BITS = ("bfloat16", "float16")
+TIMES = 4
+"""How many times as far the engine may be off as one device in the same dtype: both are off by chance."""
+_OF_GRADIENTS = ("grads", "parameters", "optimizer state", "grad_norm", "clipped_grad_norm")
+
+
+def allowing_for_rounding(found: list[Difference], case: Case, problem: Problem) -> list[Difference]:
+    """Returns the differences with more allowed where one device, in the case's dtype, is far from itself in float64.
+
+    A mistake of the engine stays one: it is no part of what the device alone is off by. Where nothing differs, or the
+    dtype has many bits, all is returned as it is.
+    """
+    if case.computes_in not in FEW_BITS or not any(one.found for one in found):
+        return found
+    values, gradients = _rounded_away(case, problem)
+    more = max(1.0, TIMES * values / tolerance.of_values(case))
+    of_gradients = max(1.0, TIMES * gradients / tolerance.of_gradients(case))
+    return [
+        replace(one, allowed=one.allowed * (of_gradients if _of_gradients(one) else more)) for one in found
+    ]
+
+
+def _rounded_away(case: Case, problem: Problem) -> tuple[float, float]:
+    """Returns how far one device is off in the case's dtype: the loss, terms and metrics, and the gradients."""
+    want, got = (_answer(case, problem, wide) for wide in (True, False))
+    measures = [_values(want.metrics)] * (1 + len(want.metrics_of_microbatches))
+    values = [
+        compare("loss", {"loss": got.loss, **_terms(got)}, {"loss": want.loss, **_terms(want)}, 0, floor=0.1),
+        compare("metrics", _all_metrics(got), _all_metrics(want), 0, floor=1e-6, measured_by=measures),
+        compare("outputs", got.outputs, want.outputs, 0),
+    ]
+    gradients = 0.0 if case.forward_only else compare("grads", got.grads, want.grads, 0).size
+    return max(one.size for one in values), gradients
+
+
+def _answer(case: Case, problem: Problem, wide: bool) -> Answer:
+    keys = lambda attempt: keys_of_rows(arguments.rng_of(case), case.real_rows)  # noqa: E731
+    return OneDevice(case, problem.model, keys, wide)(problem.params, problem.batch)
+
+
+def _terms(answer: Answer) -> dict:
+    return {f"term {name}": value_of(term) for name, term in answer.terms.items()}
+
+
+def _all_metrics(answer: Answer) -> list[dict]:
+    """Returns the metrics of all rows and of each microbatch: one that is a single number is off by chance."""
+    return [_values(answer.metrics), *map(_values, answer.metrics_of_microbatches)]
+
+
+def _values(metrics: Mapping) -> dict:
+    return {name: value_of(metric) for name, metric in metrics.items()}
+
+
+def _of_gradients(one: Difference) -> bool:
+    return one.quantity.removeprefix("second ") in _OF_GRADIENTS
