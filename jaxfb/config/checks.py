@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from jaxfb.refusal import Refused, shown
@@ -26,6 +27,13 @@ def directory_is_named(section: str, directory: str) -> None:
             f"[{section}] dir={shown(directory)} must be of printable characters; use runs/NAME",
             [{"dir": "runs/NAME"}],
         )
+
+
+def expand_home(section: Any, *names: str) -> None:
+    """Replaces "~" at the beginning of paths of a frozen section by the home directory, which no shell does in YAML."""
+    for name in names:
+        if (path := getattr(section, name)) is not None:
+            object.__setattr__(section, name, os.path.expanduser(path))
 
 
 def positive(section: str, **values: Any) -> None:

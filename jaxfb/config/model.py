@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxfb.config.checks import not_empty
+from jaxfb.config.checks import expand_home, not_empty
 from jaxfb.models.config import TransformerConfig
 from jaxfb.pretrained.architectures import sizes_in
 from jaxfb.refusal import Refused, shown
@@ -42,6 +43,7 @@ class ModelConfig(TransformerConfig):
                 "use model.name=transformer",
                 [{"name": "transformer"}],
             )
+        expand_home(self, "from_")
         if self.vocab_size is not None:
             return super().__post_init__()
         for name, value in vars(self.sized(1)).items():
@@ -66,7 +68,7 @@ class ModelConfig(TransformerConfig):
             not_empty("model", **{"from": source})
         if source is None or all(name in given for name in OF_A_MODEL):
             return dict(given)
-        sizes = vars(sizes_in(source))
+        sizes = vars(sizes_in(os.path.expanduser(source)))
         check_sizes(source, sizes, given)
         return {**sizes, **given}
 

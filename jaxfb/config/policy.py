@@ -9,7 +9,7 @@ import difflib
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from jaxfb.config.checks import at_least_zero, positive, seed_in_range
+from jaxfb.config.checks import at_least_zero, expand_home, positive, seed_in_range
 from jaxfb.config.sections import Number
 from jaxfb.parts import ESTIMATORS, SURROGATES
 from jaxfb.refusal import Refused, shown
@@ -46,6 +46,7 @@ class TaskConfig:
 
     def __post_init__(self):
         known_template("task", self.template)
+        expand_home(self, "template")
         positive("task", digits=self.digits, held_out=self.held_out)
         if self.digits > MOST_DIGITS:
             raise Refused(

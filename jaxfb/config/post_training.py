@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
-from jaxfb.config.checks import at_least_zero, not_empty, positive
+from jaxfb.config.checks import at_least_zero, expand_home, not_empty, positive
 from jaxfb.config.common import CommonConfig
 from jaxfb.config.model import ModelConfig
 from jaxfb.config.policy import (
@@ -100,6 +100,7 @@ class StartConfig:
 
     def __post_init__(self):
         not_empty("start", run=self.run, tokenizer=self.tokenizer)
+        expand_home(self, "run", "tokenizer")
         if self.stop_tokens is not None and not self.stop_tokens:
             raise Refused(
                 "[start] stop_tokens=[] would never end an answer; use start.stop_tokens=null for those of the "
@@ -143,6 +144,7 @@ class ItemsConfig:
             )
         not_empty(self.NAME, held_out_path=self.held_out_path)
         known_template(self.NAME, self.template)
+        expand_home(self, "path", "held_out_path", "template")
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,11 @@ those of a run's operation (checkpoints, records, hosts) in `operation.py`, `dat
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 from jaxfb.batch_plan.ramp_up import as_ramp_up
-from jaxfb.config.checks import at_least_zero, directory_is_named, positive, seed_in_range
+from jaxfb.config.checks import at_least_zero, directory_is_named, expand_home, positive, seed_in_range
 from jaxfb.models.layout import stages_of
 from jaxfb.parts import LEARNING_RATES, OPTIMIZERS
 from jaxfb.refusal import Refused, shown
@@ -105,7 +104,7 @@ class AnyRunConfig:
         positive("run", max_nonfinite=self.max_nonfinite, minutes=self.minutes, stop_at=self.stop_at)
         seed_in_range("run", self.seed)
         directory_is_named("run", self.dir)
-        object.__setattr__(self, "dir", os.path.expanduser(self.dir))  # not a directory called ~
+        expand_home(self, "dir")
 
 
 @dataclass(frozen=True)

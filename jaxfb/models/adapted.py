@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -52,6 +53,8 @@ class LoRA:
             )
         number("dropout", self.dropout, who="[lora]", least=0, most=FLOAT32)
         check_rate("dropout", self.dropout, who="[lora]")
+        if self.adapter is not None:
+            object.__setattr__(self, "adapter", os.path.expanduser(self.adapter))
 
     @property
     def scale(self) -> float:

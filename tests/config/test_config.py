@@ -442,3 +442,24 @@ def test_a_config_and_a_program_name_the_same_things_and_each_answers_the_others
     for call in calls:
         with pytest.raises(TypeError, match=rf"keyword argument '{name}'; did you mean 'num_{name}'\?"):
             call(**{name: 2})
+
+
+def test_paths_in_a_config_may_begin_with_the_home_directory(monkeypatch, tmp_path):
+    """A shell expands no ~ in a file, nor after the = of an override."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(
+        '{"model_type": "llama", "vocab_size": 260, "num_hidden_layers": 1, "hidden_size": 8, '
+        '"num_attention_heads": 2, "intermediate_size": 16, "rms_norm_eps": 1e-6}'
+    )
+    paths = ["conversations.path=~/a.jsonl", "conversations.held_out_path=~/b.jsonl"]
+    paths += ["conversations.template=~/c.jinja", "start.tokenizer=~/d", "lora.adapter=~/e"]
+    config = load_config(CONFIGS / "sft.yaml", paths)
+    named = config.conversations
+    found = [named.path, named.held_out_path, named.template, config.start.tokenizer, config.lora.adapter]
+    assert found == [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl", "c.jinja", "d", "e")]
+    begun = load_config(CONFIGS / "sft.yaml", ["model=null", "start.run=~/runs/a"])
+    assert begun.start.run == str(tmp_path / "runs" / "a")
+    imported = load_config(CONFIGS / "sft.yaml", ["model={from: ~/model}"])
+    assert (imported.model.from_, imported.model.hidden_size) == (str(tmp_path / "model"), 8)
+    assert config_from_dict(config_to_dict(imported)) == imported
