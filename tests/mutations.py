@@ -2533,6 +2533,13 @@ MUTATIONS = (
         "inference/test_scores.py::test_a_chat_that_the_harness_gives_back_has_the_tokens_of_the_template",
     ),
     Mutation(
+        "a_chat_with_a_model_whose_probabilities_are_nan",
+        "inference/complete.py",
+        "if np.isnan(piece.log_probs).any():",
+        "if False:",
+        "inference/test_complete.py::test_a_model_whose_probabilities_are_nan_continues_nothing",
+    ),
+    Mutation(
         "contexts_without_the_start_token",
         "inference/complete.py",
         "ids if has else np.concatenate([before, ids])",

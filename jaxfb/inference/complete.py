@@ -127,14 +127,18 @@ def _drawn(model: Model, prompts: list, how: Sampling, ends: tuple[int, ...], fi
     key = jax.random.key(how.seed) if not first else jax.random.fold_in(jax.random.key(how.seed), first)
     tokens, log_probs = generate(**_request(model, prompts, how, ends, key))
     if log_probs.is_fully_addressable and np.isnan(jax.device_get(log_probs)).any():
-        raise Refused(
-            f"[generate] probabilities of tokens by {model.name} are nan, so its weights, or what is computed of them, "
-            "are not finite; of 16-bit dtypes, bfloat16 overflows less than float16"
-        )
+        raise _not_finite(model)
     if not tokens.is_fully_addressable and model.mesh is not None:
         whole = NamedSharding(model.mesh, PartitionSpec())
         tokens = jax.jit(lambda same: same, out_shardings=whole)(tokens)
     return np.asarray(jax.device_get(tokens))
+
+
+def _not_finite(model: Model) -> Refused:
+    return Refused(
+        f"[generate] probabilities of tokens by {model.name} are nan, so its weights, or what is computed of them, "
+        "are not finite; of 16-bit dtypes, bfloat16 overflows less than float16"
+    )
 
 
 def _request(model: Model, prompts: list, how: Sampling, ends: tuple, key: jax.Array) -> dict[str, Any]:
@@ -157,12 +161,18 @@ def _request(model: Model, prompts: list, how: Sampling, ends: tuple, key: jax.A
 
 
 def answers(model: Model, messages: Sequence[Message], how: Sampling) -> Iterator[str]:
-    """Yields one answer to a conversation piece by piece, as it is made."""
+    """Yields one answer to a conversation piece by piece, as it is made.
+
+    Raises:
+      ValueError: as `complete`; also in the middle of an answer, once probabilities are nan.
+    """
     check_continuation(model.sizes, how.tokens)
     ids = ids_of(model, messages, raw=False)
     made, shown = [], ""
     for piece in stream(**_request(model, [ids], how, model.stop_tokens, jax.random.key(how.seed))):
-        made.extend(piece[0].tolist())
+        if np.isnan(piece.log_probs).any():
+            raise _not_finite(model)
+        made.extend(piece.tokens[0].tolist())
         text = text_of(model, np.array(made), model.stop_tokens)
         whole = text.rstrip("\ufffd")  # the first bytes of a character, until the others come
         if whole.startswith(shown) and whole != shown:

@@ -120,8 +120,8 @@ def stream(
     every: int = 4,
     key: jax.Array | None = None,
     **how: Any,
-) -> Iterator[np.ndarray]:
-    """Yields the tokens of `generate` as they are made, i32[R, every] at a time (the last may be fewer).
+) -> Iterator[Generated]:
+    """Yields what `generate` returns as it is made, [R, every] at a time (the last may be fewer).
 
     how: as for `generate`. Ends once every row has stopped; after a stop token a row has more of it.
 
@@ -146,8 +146,9 @@ def _pieces(config, params, prompt, total, every, pick, rest) -> Iterator[np.nda
             short, end = _of_length(config, size), total
             state = _begun_again(short, params, prompt, rest[0], state, jnp.asarray(written))
         state, piece = _advanced(short, min(every, end - done), pick, state, params, *rest)
-        pieces.append(np.asarray(jax.device_get(piece.tokens)))
-        yield pieces[-1]
+        piece = jax.device_get(piece)
+        pieces.append(np.asarray(piece.tokens))
+        yield piece
 
 
 def _request(

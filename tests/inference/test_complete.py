@@ -321,6 +321,9 @@ def test_a_model_whose_probabilities_are_nan_continues_nothing(model):
     broken = dataclasses.replace(model, params=jax.tree.map(lambda leaf: leaf * np.nan, model.params))
     with pytest.raises(ValueError, match="probabilities of tokens by .* are nan"):
         complete(broken, ["Who?"], Sampling(tokens=4), batch=4)
+    lines, out = iter(["Hello", "/exit"]), []
+    assert chat(broken, Sampling(tokens=4), None, lambda _: next(lines), out.append) == []
+    assert "are nan" in "".join(out)
 
 
 @pytest.mark.parametrize("temperature", [1e-40, 1e39])

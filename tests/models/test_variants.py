@@ -142,7 +142,7 @@ def test_a_text_is_turned_as_a_short_one_until_it_is_long():
         np.testing.assert_allclose(found.log_probs[row], wanted.max(-1), rtol=1e-12)
         assert np.abs(short - long).max() > 1e-3
     pieces = stream(config, params, prompt, 5, prompt_lengths=lengths, stop_token=[22, 23], every=3)
-    np.testing.assert_array_equal(np.concatenate(list(pieces), axis=1), found.tokens)
+    np.testing.assert_array_equal(np.concatenate([piece.tokens for piece in pieces], axis=1), found.tokens)
     stops = np.asarray(found.tokens[:, 1])  # both rows end before the longest is long
     ended = generate(config, params, prompt, 5, prompt_lengths=lengths, stop_token=stops)
     for row, tokens in enumerate(np.asarray(found.tokens)):
