@@ -40,9 +40,7 @@ def check_kept(opt_state: PyTree) -> PyTree:
     Raises:
       ValueError: it holds what is no number, or is that of an optimizer that a train step cannot apply.
     """
-    kinds = {
-        type(node) for node in jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, _OWN_STEPS))
-    }
+    kinds = _own_steps(opt_state)
     if optax.LookaheadState in kinds:
         raise Refused(
             "optax.lookahead has two sets of parameters, fast and slow, and a train step has one; pass the optimizer "
@@ -64,6 +62,16 @@ def check_kept(opt_state: PyTree) -> PyTree:
     return jax.tree.map(
         lambda leaf: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf, type(leaf)), opt_state
     )
+
+
+def _own_steps(opt_state: PyTree) -> set[type]:
+    """Returns which kinds of `_OWN_STEPS` a state has, those within one another too."""
+    found = [
+        node
+        for node in jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, _OWN_STEPS))
+        if isinstance(node, _OWN_STEPS)
+    ]
+    return {*map(type, found)}.union(*(_own_steps(tuple(node)) for node in found))
 
 
 def check_updated(updates: PyTree, opt_state: PyTree, params: PyTree, old: PyTree) -> None:

@@ -410,6 +410,10 @@ def of_results(change, kept=()):
 
 WRONG_OPTIMIZERS = {
     "lookahead": (optax.lookahead(optax.sgd(0.1), 5, 0.5), "optax.lookahead has two sets of parameters"),
+    "lookahead in MultiSteps": (
+        optax.MultiSteps(optax.lookahead(optax.sgd(0.1), 5, 0.5), 2),
+        "optax.lookahead has two sets of parameters",
+    ),
     "text": (of_results(lambda g: g, "text"), r"optimizer.init\(params\) is 'text'"),
     "a mean": (
         of_results(lambda g: g.mean()),
