@@ -166,10 +166,10 @@ class Update:
             scale = jax.tree.map(lambda new, old: jnp.where(spike, old, new), scale, state.loss_scale)
         return replace(
             state,
-            step=state.step + applied,
+            step=state.step + applied.astype(jnp.int32),
             samples=state.samples + jnp.where(applied, rows, 0),
-            nonfinite_updates=state.nonfinite_updates + failed,
-            zero_weight_updates=state.zero_weight_updates + empty,
+            nonfinite_updates=state.nonfinite_updates + failed.astype(jnp.int32),
+            zero_weight_updates=state.zero_weight_updates + empty.astype(jnp.int32),
             loss_scale=scale,
         )
 

@@ -509,3 +509,18 @@ MAKERS = {
 def test_a_function_makes_the_parameters_whatever_kind_it_is(name):
     step = make_train_step(loss, optax.sgd(0.1), None, plan_of())
     same_bits(step.init(MAKERS[name]).params, W)
+
+
+def test_an_update_needs_no_promotion_of_dtypes():
+    """optax.sgd needs none either; most of optax's other optimizers do."""
+
+    def squares(params, microbatch, rng):
+        return Sum(jnp.square(microbatch["x"] @ params["w"]).sum(), microbatch["x"].shape[0])
+
+    step = make_train_step(
+        squares, optax.sgd(0.1), None, BatchPlan(rows=4, rows_per_microbatch=2), max_grad_norm=1.0
+    )
+    state = step.init({"w": jnp.ones((3, 2), jnp.float32)})
+    with jax.numpy_dtype_promotion("strict"):
+        state, _ = step(state, {"x": jnp.ones((4, 3), jnp.float32)})
+    assert int(state.step) == 1
