@@ -3,6 +3,7 @@
 import json
 import sys
 from collections import Counter
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -266,3 +267,37 @@ def test_tables_without_pyarrow_say_what_to_install(tmp_path, monkeypatch):
         ValueError, match=r"source='parquet' needs the package pyarrow: pip install 'jaxfb\[data\]'"
     ):
         prepare(DataConfig(source="parquet", path=str(tmp_path / "x.parquet"), cache_dir=str(tmp_path)))
+
+
+OVERLAPS = {
+    "held_out_path": (
+        {"held_out_path": "few"},
+        {"path": "few"},
+        "few.*trained on in the source 'b' .* held out, .* in 'a'",
+    ),
+    "fraction": (
+        {"held_out_fraction": 0.5},
+        {"path": "code"},
+        "code.*trained on in the source 'b' .* held out, .* in 'a'",
+    ),
+    "alike": ({}, {"path": "code"}, None),
+    "weight 0": ({"held_out_path": "few"}, {"path": "few", "weight": 0}, None),
+    "apart": ({"held_out_path": "few"}, {"path": "web"}, None),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("a, b, message", OVERLAPS.values(), ids=OVERLAPS)
+def test_a_file_held_out_in_one_source_and_trained_on_in_another_is_named(texts, a, b, message):
+    sources = {"a": {"path": "code", "weight": 1, **a}, "b": {"weight": 1, **b}}
+    for source in sources.values():
+        source |= {key: str(texts / source[key]) for key in ("path", "held_out_path") if key in source}
+    settings = {
+        "tokenizer": "bytes",
+        "sequence_length": 32,
+        "cache_dir": str(texts / "cache"),
+        "mixture": sources,
+    }
+    data = config_from_dict({**SECTIONS, "data": settings}).data
+    with nullcontext() if message is None else pytest.warns(UserWarning, match=message):
+        prepare(data)
