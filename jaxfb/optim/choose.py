@@ -14,6 +14,8 @@ from jaxfb.platforms.compat import is_traced
 from jaxfb.refusal import INT32, Refused, number, shown
 from jaxfb.registry import Registry
 
+_OPTIONAL = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
 
 def choose(what: str, name: Any, table: Mapping[str, Any] | Registry) -> Any:
     """Returns table[name], or raises a ValueError such as `unknown optimizer 'adamv'; did you mean 'adamw'?`
@@ -32,6 +34,10 @@ def build(who: str, builder: Callable, *given: Any, **arguments: Any) -> Any:
     for name in arguments:
         if name not in legal:
             raise Refused(f"{who} does not take {name!r}; {_nearest(name, legal)}")
+    parameters = [*inspect.signature(builder).parameters.values()][len(given) :]
+    for one in parameters:
+        if one.default is one.empty and one.name not in arguments and one.kind not in _OPTIONAL:
+            raise Refused(f"{who} needs {one.name!r}, which has no default; give it in options")
     return builder(*given, **arguments)
 
 

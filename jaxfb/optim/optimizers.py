@@ -11,10 +11,12 @@ no accumulation in here: `jaxfb.gradients` clips, and `forward_backward` hands o
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxfb.optim.choose import build, check, choose, is_injected, real
@@ -108,6 +110,8 @@ def make_optimizer(
     )
     instance("the result", direction, optax.GradientTransformation, "an optax transformation", who=f"{who}:")
     direction = optax.with_extra_args_support(direction)
+    if not builder.__module__.startswith("jaxfb."):
+        _check_direction(who, direction)
     rate = _as_schedule(who, "learning_rate", learning_rate)
     decay = _as_schedule(who, "weight_decay", weight_decay)
 
@@ -186,6 +190,20 @@ def of_trained(
         rates = optimizer.learning_rate, optimizer.weight_decay
         return Optimizer(init, update, *rates, optimizer.any_order, optimizer.layers_alike)
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check_direction(who: str, direction: optax.GradientTransformationExtraArgs) -> None:
+    """Refuses a whole optimizer: its updates point downhill, and the minus of a step turns them uphill."""
+    ones = {"w": jnp.ones(16, jnp.float32)}
+    found = np.zeros(1)
+    with suppress(Exception):  # one that reads more than gradients and parameters, or is traced
+        found = np.asarray(direction.update(ones, direction.init(ones), ones, value=jnp.float32(1))[0]["w"])
+    check(
+        not (found < 0).all(),
+        f"{who} must give directions, which are multiplied by -learning_rate, but its update of a gradient of ones is "
+        "negative, as that of a whole optimizer; name one of optax's scale_by_ functions, or hand the whole optimizer "
+        "to jaxfb.Trainer or jaxfb.make_train_step",
+    )
 
 
 def _as_schedule(who: str, name: str, rate: Rate) -> Callable[[Any], jax.Array]:

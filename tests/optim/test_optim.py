@@ -332,3 +332,18 @@ def test_rates_and_hyperparameters_can_be_injected():
             update, states[which] = jax.jit(optimizer.update)(params, states[which], params)
             updates.append(update["w"])
         np.testing.assert_allclose(*updates, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name", ["optax.contrib:prodigy", "optax.contrib:schedule_free_adamw", "optax:polyak_sgd"]
+)
+def test_a_whole_optimizer_in_place_of_directions_is_refused(name):
+    """Its minus and that of the step together would climb."""
+    with pytest.raises(ValueError, match="must give directions, .* name one of optax's scale_by_ functions"):
+        make_optimizer(name, learning_rate=0.1)
+    make_optimizer("optax:scale_by_adam", learning_rate=0.1)
+
+
+def test_an_argument_without_a_default_is_asked_for():
+    with pytest.raises(ValueError, match="needs 'learning_rate', which has no default; give it in options"):
+        make_optimizer("optax:adabelief", learning_rate=0.1)
