@@ -20,6 +20,7 @@ SYNONYMS = {
     "micro_batch_size": "batch.rows_per_microbatch",
     "microbatch_size": "batch.rows_per_microbatch",
     "gradient_accumulation_steps": "batch.num_microbatches",
+    "optimizer_sharding": "optimizer.sharding",
     "lr": "optimizer.learning_rate",
     "peak": "optimizer.learning_rate",
     "clip_grad": "optimizer.max_grad_norm",
