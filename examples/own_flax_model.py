@@ -22,7 +22,10 @@ class Classifier(nnx.Module):
 
 
 # Split the model once and put it together inside the loss. Only nnx.Param is trained: with BatchNorm or Dropout in the
-# model, `graph, params, rest = nnx.split(model, nnx.Param, ...)` and `nnx.merge(graph, params, rest, copy=True)`.
+# model, `graph, params, rest = nnx.split(model, nnx.Param, ...)` and `nnx.merge(graph, params, rest, copy=True)`. In
+# training BatchNorm then normalizes by the rows of one microbatch, and its running statistics stay as they are. Dropout
+# is called with keys of `rng`, row by row: `jax.vmap(lambda x, key: model(x, rngs=nnx.Rngs(key)))(x, rng)`, where the
+# model hands rngs on to `nnx.Dropout(rate)`. Keys that the model holds would draw the same in every update.
 graph, params = nnx.split(Classifier(nnx.Rngs(0)), nnx.Param)
 
 

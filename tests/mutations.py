@@ -2533,6 +2533,20 @@ MUTATIONS = (
         "inference/test_scores.py::test_a_chat_that_the_harness_gives_back_has_the_tokens_of_the_template",
     ),
     Mutation(
+        "whole_optimizers_taken_for_directions",
+        "optim/optimizers.py",
+        "not (found < 0).all()",
+        "True",
+        "optim/test_optim.py::test_a_whole_optimizer_in_place_of_directions_is_refused",
+    ),
+    Mutation(
+        "draws_in_loops_are_not_looked_at",
+        "forward_backward/traced.py",
+        "found |= repeats",
+        "pass",
+        "forward_backward/test_repeated_draws.py::test_numbers_drawn_from_a_constant_key_are_warned_of",
+    ),
+    Mutation(
         "a_chat_with_a_model_whose_probabilities_are_nan",
         "inference/complete.py",
         "if np.isnan(piece.log_probs).any():",

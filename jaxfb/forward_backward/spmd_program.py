@@ -33,6 +33,7 @@ from jaxfb.forward_backward.weights import (
     check_terms,
     seeds,
     term_weights,
+    warn_of_repeated_draws,
 )
 from jaxfb.mesh import EXPERT, axis_size, data_parallel, manual_axes, replica_axes, split_axes
 from jaxfb.output import objective
@@ -118,6 +119,8 @@ class SpmdProgram:
         num_parts = jax.tree.leaves(microbatches)[0].shape[0] * data_parallel(self.mesh)
         parts = max(num_parts, self._least_parts)
         check_terms(traced, seen, parts)
+        if self.grad_specs is not None:  # an evaluation may draw the same on purpose
+            warn_of_repeated_draws(traced)
         check_experts(traced, seen, [*map(self._cuts_experts, jax.tree.leaves(self.specs))])
         if self.normalize == "global":
             of_more_rows = partial(self._traced_for_more_rows, seen, cast, microbatches, keys)

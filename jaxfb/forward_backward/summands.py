@@ -98,7 +98,7 @@ class _Walk:
     def _of_scan(self, eqn: Any, values: list[Summands]) -> list[Summands]:
         """Returns a loop's results; summands of a number that each turn returns stay apart, such as of each layer."""
         whole = self._as_one(eqn, values)
-        constants, carried, body = _parts_of_scan(eqn)
+        constants, carried, body = parts_of_scan(eqn)
         carries = whole[:carried]
         given: list[Summands] = [(self._joined("scan", each),) for each in values]
         given[constants : constants + carried] = carries
@@ -139,7 +139,7 @@ class _Walk:
         return found if len(found) <= MOST else (self._joined("many", found),)
 
 
-def _parts_of_scan(eqn: Any) -> tuple[int, int, ClosedJaxpr]:
+def parts_of_scan(eqn: Any) -> tuple[int, int, ClosedJaxpr]:
     """Returns how many inputs of a loop are the same for each turn, how many are carried, and the program of a turn.
 
     By dimensions, since versions of JAX name the numbers differently: what is not carried has one more outside.
