@@ -133,7 +133,7 @@ def stream(
     return _pieces(config, _in_one_dtype(params), prompt, max_new_tokens, every, pick, rest)
 
 
-def _pieces(config, params, prompt, total, every, pick, rest) -> Iterator[np.ndarray]:
+def _pieces(config, params, prompt, total, every, pick, rest) -> Iterator[Generated]:
     size = prompt.shape[1] + total
     short, end = _of_length(config, size), total
     if _becomes_long(config, size) and (drawn := int(_short_tokens(config, total, rest[0]))):

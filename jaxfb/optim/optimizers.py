@@ -197,7 +197,8 @@ def _check_direction(who: str, direction: optax.GradientTransformationExtraArgs)
     ones = {"w": jnp.ones(16, jnp.float32)}
     found = np.zeros(1)
     with suppress(Exception):  # one that reads more than gradients and parameters, or is traced
-        found = np.asarray(direction.update(ones, direction.init(ones), ones, value=jnp.float32(1))[0]["w"])
+        updates, _ = direction.update(ones, direction.init(ones), ones, value=jnp.float32(1))
+        (found,) = map(np.asarray, jax.tree.leaves(updates))
     check(
         not (found < 0).all(),
         f"{who} must give directions, which are multiplied by -learning_rate, but its update of a gradient of ones is "
