@@ -2541,9 +2541,9 @@ MUTATIONS = (
     ),
     Mutation(
         "draws_in_loops_are_not_looked_at",
-        "forward_backward/traced.py",
-        "found |= repeats",
-        "pass",
+        "forward_backward/repeated_draws.py",
+        "        repeats |= again\n        if called",
+        "        if called",
         "forward_backward/test_repeated_draws.py::test_numbers_drawn_from_a_constant_key_are_warned_of",
     ),
     Mutation(

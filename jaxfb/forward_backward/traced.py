@@ -10,12 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh
 
-from jaxfb.forward_backward.summands import CLOSED_OVER, Summand, Summands, parts_of_scan, summands
+from jaxfb.forward_backward.repeated_draws import repeats_draws
+from jaxfb.forward_backward.summands import CLOSED_OVER, Summand, Summands, summands
 from jaxfb.mesh import AUTOMATIC_AXES, axis_size, manual_axes, platform_of
-from jaxfb.platforms.compat import called, cut_down, equations, is_traced, opened, silent
+from jaxfb.platforms.compat import cut_down, equations, is_traced, opened, silent
 from jaxfb.types import LossFn, LossOutput, PyTree
 
 MOST_OF_A_SAMPLE = 2**24
@@ -121,7 +122,7 @@ class Traced:
 
     def repeats_draws(self) -> bool:
         """Returns whether random numbers are drawn from what is no input, so that every call draws the same ones."""
-        return _repeats_draws(self._program.jaxpr, self._program.consts, [True] * self.num_inputs)[0]
+        return repeats_draws(self._program, [True] * self.num_inputs)
 
     def function(self, *places: int) -> Callable:
         """Returns a function (params, microbatch, rng) -> those results, in ascending order, without other computation.
@@ -159,46 +160,6 @@ class Traced:
 
     def _cut(self, places: Sequence[int]) -> tuple[Any, list[bool]]:
         return cut_down(self._program, [place in places for place in range(self._num_results)])
-
-
-def _repeats_draws(program: Any, consts: Sequence[Any], given: Sequence[bool]) -> tuple[bool, list[bool]]:
-    """Returns whether a program draws random numbers from constants alone, and which of its results vary.
-
-    given: for each of its inputs whether it varies from call to call.
-    """
-    varies = dict(zip(program.constvars, map(is_traced, consts), strict=True))
-    varies |= zip(program.invars, given, strict=True)
-    found = False
-    for eqn in program.eqns:
-        read = [not isinstance(var, Literal) and varies[var] for var in eqn.invars]
-        found |= eqn.primitive.name == "random_bits" and not any(read)
-        if eqn.primitive.name == "scan":  # what it carries may vary from the second turn on
-            constants, carried, _ = parts_of_scan(eqn)
-            read[constants : constants + carried] = [any(read)] * carried
-        results = [any(read)] * len(eqn.outvars)
-        for inner in _programs_in(eqn):
-            size = len(inner.jaxpr.invars)
-            given_inside = (
-                read[1:] if eqn.primitive.name == "cond" else read
-            )  # without the choice of a branch
-            inside = given_inside if len(given_inside) == size else [any(read)] * size
-            repeats, of_inside = _repeats_draws(inner.jaxpr, inner.consts, inside)
-            found |= repeats
-            if called(eqn) is not None and len(of_inside) == len(results):
-                results = of_inside
-        varies |= zip(eqn.outvars, results, strict=True)
-    return found, [not isinstance(var, Literal) and varies[var] for var in program.outvars]
-
-
-def _programs_in(eqn: Any) -> list[ClosedJaxpr]:
-    """Returns the programs of an equation: of a call, a loop or branches."""
-    values = jax.tree.leaves([*eqn.params.values()], is_leaf=lambda value: hasattr(value, "eqns"))
-    bare = (
-        one if isinstance(one, ClosedJaxpr) else ClosedJaxpr(one, ())
-        for one in values
-        if hasattr(one, "eqns")
-    )
-    return [*bare]
 
 
 def _drawn(like: jax.Array) -> jax.Array:

@@ -110,8 +110,7 @@ def make_optimizer(
     )
     instance("the result", direction, optax.GradientTransformation, "an optax transformation", who=f"{who}:")
     direction = optax.with_extra_args_support(direction)
-    if not builder.__module__.startswith("jaxfb."):
-        _check_direction(who, direction)
+    is_ours = builder.__module__.startswith("jaxfb.")
     rate = _as_schedule(who, "learning_rate", learning_rate)
     decay = _as_schedule(who, "weight_decay", weight_decay)
 
@@ -120,6 +119,8 @@ def make_optimizer(
 
     def init(params):
         decays_of(params)
+        if not is_ours:
+            _check_direction(who, direction)
         return OptimizerState(jnp.zeros([], jnp.int32), jnp.asarray(rate(0), float), direction.init(params))
 
     def update(grads, state, params=None, *, samples=None, places=None, **extra_args):
@@ -193,10 +194,14 @@ def of_trained(
 
 
 def _check_direction(who: str, direction: optax.GradientTransformationExtraArgs) -> None:
-    """Refuses a whole optimizer: its updates point downhill, and the minus of a step turns them uphill."""
-    ones = {"w": jnp.ones(16, jnp.float32)}
+    """Refuses a whole optimizer: its updates point downhill, and the minus of a step turns them uphill.
+
+    Called when a state is made, since it computes, after which a process can join no others.
+    """
     found = np.zeros(1)
-    with suppress(Exception):  # one that reads more than gradients and parameters, or is traced
+    # one that reads more than gradients and parameters is not checked
+    with suppress(Exception), jax.ensure_compile_time_eval():
+        ones = {"w": jnp.ones(16, jnp.float32)}
         updates, _ = direction.update(ones, direction.init(ones), ones, value=jnp.float32(1))
         (found,) = map(np.asarray, jax.tree.leaves(updates))
     check(

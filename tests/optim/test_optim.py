@@ -338,10 +338,15 @@ def test_rates_and_hyperparameters_can_be_injected():
     "name", ["optax.contrib:prodigy", "optax.contrib:schedule_free_adamw", "optax:polyak_sgd"]
 )
 def test_a_whole_optimizer_in_place_of_directions_is_refused(name):
-    """Its minus and that of the step together would climb."""
-    with pytest.raises(ValueError, match="must give directions, .* name one of optax's scale_by_ functions"):
-        make_optimizer(name, learning_rate=0.1)
-    make_optimizer("optax:scale_by_adam", learning_rate=0.1)
+    """Its minus and that of the step together would climb; seen when a state is made, since it takes a device."""
+    params = {"w": jnp.ones((2, 3))}
+    optimizer = make_optimizer(name, learning_rate=0.1)
+    for init in (optimizer.init, jax.jit(optimizer.init)):
+        with pytest.raises(
+            ValueError, match="must give directions, .* name one of optax's scale_by_ functions"
+        ):
+            init(params)
+    jax.jit(make_optimizer("optax:scale_by_adam", learning_rate=0.1).init)(params)
 
 
 def test_an_argument_without_a_default_is_asked_for():
