@@ -1438,6 +1438,13 @@ MUTATIONS = (
         "checkpoint/test_write_errors.py::test_what_interrupts_the_beginning_of_a_save_is_not_raised_by_the_next",
     ),
     Mutation(
+        "writes_of_a_failed_save_stopped",
+        "checkpoint/abandoned.py",
+        "thread._cancelled = True",
+        "thread.cancel()",
+        "checkpoint/test_write_errors.py::test_the_threads_of_a_failed_save_end",
+    ),
+    Mutation(
         "a_cancelled_save_taken_for_written",
         "checkpoint/store.py",
         "            self._check_named()\n",

@@ -36,15 +36,17 @@ class SaveThreads:
     def end_waiting(self) -> None:
         """Ends the threads that wait, and returns at once.
 
-        Threads that still write may start others, so a thread of ours looks until there are none. On several processes
-        a signal reaches the threads of all, some of which still write; this is for a process alone.
+        Threads that still write may start others, so a thread of ours looks until there are none. They are not stopped:
+        `thread.cancel()` stops a write as well, and TensorStore 0.1 may then wait, with Python's lock, for its own
+        thread, which waits for that lock. On several processes a signal reaches the threads of all, some of which still
+        write; this is for a process alone.
         """
         numbers = {str(number) for number in range(self._first, self._end or _next_operation())}
 
         def end() -> None:
             while waiting := _waiting(numbers):
                 for thread in waiting:
-                    thread.cancel()  # it does nothing once it has its signals
+                    thread._cancelled = True  # it does nothing once it has its signals
                     future.set_signals(thread._receive_signals, operation_id=thread._operation_id)
                 time.sleep(LOOK)
 
