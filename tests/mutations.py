@@ -2022,6 +2022,13 @@ MUTATIONS = (
         "guard/test_guards.py::test_a_fault_that_does_not_come_back_is_outvoted",
     ),
     Mutation(
+        "returns_to_an_older_checkpoint_uncounted",
+        "training/guards.py",
+        "self._check_rollbacks(spike, saved)",
+        "self._check_rollbacks(spike, -1)",
+        "guard/test_guards.py::test_returns_to_a_checkpoint_count_where_newer_ones_are_damaged",
+    ),
+    Mutation(
         "half_of_the_votes_is_a_majority",
         "guard/devices.py",
         "if 2 * count > len(values):",

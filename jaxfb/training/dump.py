@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,8 +18,9 @@ import jax
 import numpy as np
 
 from jaxfb.checkpoint.store import CheckpointStore
+from jaxfb.checkpoint.together import gathered
 from jaxfb.config import config_to_dict
-from jaxfb.refusal import Missing, Refused
+from jaxfb.refusal import Missing, Refused, StorageError
 from jaxfb.training.agreement import package_versions
 from jaxfb.training.guard import by_path
 from jaxfb.training.run_dir import write_json
@@ -94,7 +96,7 @@ def write_dump(
       is_known: the state of the run is that before the update, but for counters.
     """
     path = run.directory.path / "dumps" / f"update-{update:06d}"
-    path.mkdir(parents=True, exist_ok=True)
+    _empty(path)
     origin = {"checkpoint": str(run.directory.checkpoints.absolute()), "step": run.newest_saved, "past": past}
     if is_known and metrics is not None:
         run.work.train_state = before(run.work.train_state, metrics)
@@ -142,6 +144,23 @@ def read_dump(path: str | Path) -> Dump:
         return Dump(file.parent, checkpoint=Path(checkpoint), step=step, **values)
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
         raise Refused(f"[replay] {file} is damaged, or of another version of jaxfb") from None
+
+
+def _empty(path: Path) -> None:
+    """Makes a directory, without what a run that ended at the same update before has left there.
+
+    Every process calls it, since process 0 does it for all.
+    """
+    failure = None
+    if jax.process_index() == 0:
+        try:
+            if path.is_dir():
+                shutil.rmtree(path)
+            path.mkdir(parents=True)
+        except OSError as error:
+            failure = f"{path}: {error.strerror or error}"
+    if (failure := gathered(failure)[0]) is not None:
+        raise StorageError(failure)
 
 
 def _save_rows(path: Path, batch: PyTree) -> Any:

@@ -125,20 +125,25 @@ class Guards:
           SpikeAbort: too many returns to that checkpoint.
         """
         self._run.wait_saved()
-        saved = self._run.newest_saved or 0
-        count = self._rollbacks[saved] = self._rollbacks.get(saved, 0) + 1
-        if count > self._config.max_rollbacks:
-            raise SpikeAbort(
-                f"[guard] update {spike.update} is spike number {count} after checkpoint {saved}, above "
-                f"guard.max_rollbacks={self._config.max_rollbacks}"
-            )
+        self._check_rollbacks(spike, self._run.newest_saved or 0)
         saved = self._run.roll_back(spike.update)
+        self._check_rollbacks(spike, saved)  # an older one, where the newest is damaged
+        self._rollbacks[saved] = self._rollbacks.get(saved, 0) + 1
         self._past = spike.update
         self._spikes.restore(self._run.kept.get("spikes", {}))
         self._run.say(
             f"update {spike.update}: rolled back to the state of update {saved}; update {spike.update + 1} is next, so "
             f"the rows of updates {saved + 1} to {spike.update} change nothing"
         )
+
+    def _check_rollbacks(self, spike: Spike, saved: int) -> None:
+        """Raises SpikeAbort where the run has returned to a checkpoint as often as it may."""
+        count = self._rollbacks.get(saved, 0) + 1
+        if count > self._config.max_rollbacks:
+            raise SpikeAbort(
+                f"[guard] update {spike.update} is spike number {count} after checkpoint {saved}, above "
+                f"guard.max_rollbacks={self._config.max_rollbacks}"
+            )
 
     def dump(self, error: GuardAbort, later: tuple[int, Any] | None) -> Path | None:
         """Writes what is needed to compute the update that ended the run again; returns the directory.

@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import json
 import os
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -171,6 +172,29 @@ def test_spikes_without_end_end_the_run(tmp_path):
     bad = [BeforeUpdate(update, bad_row) for update in range(SPIKE, 31)]
     with pytest.raises(SpikeAbort, match="guard.max_rollbacks=2"):
         train(tmp_path, callbacks=bad, spikes="rollback", max_rollbacks=2)
+
+
+class DamageNewest(jaxfb.Callback):
+    """Removes the arrays of the newest checkpoint before an update; its record can still be read."""
+
+    def __init__(self, update):
+        self._update = update
+
+    def on_train_start(self, run):
+        self._run = run
+
+    def on_step_start(self, step):
+        if step == self._update:
+            self._run.wait_saved()
+            shutil.rmtree(self._run.directory.checkpoints / str(self._run.newest_saved) / "state")
+
+
+def test_returns_to_a_checkpoint_count_where_newer_ones_are_damaged(tmp_path, capsys):
+    """They counted for the damaged one, so a run returned to the older one more often than it may."""
+    bad = [BeforeUpdate(update, bad_row) for update in range(SPIKE, 31)]
+    with pytest.raises(SpikeAbort, match="spike number 3 after checkpoint 12"):
+        train(tmp_path, callbacks=[*bad, DamageNewest(SPIKE)], spikes="rollback", max_rollbacks=2)
+    assert capsys.readouterr().out.count("rolled back to the state of update 12") == 2
 
 
 def test_a_repeated_update_changes_no_bit(tmp_path):
@@ -343,6 +367,18 @@ def test_the_dump_of_a_run_that_was_given_up_replays_to_the_same_bits(tmp_path):
     assert set(found.causes) == {"loss", "gradients"}
     place, microbatch = found.place
     assert (place.part, place.layer, place.backward) == ("layer", 0, False)
+
+
+def test_a_run_that_is_given_up_again_at_the_same_update_leaves_a_new_dump(tmp_path):
+    """Continued, it ended with the refusal to write the state of its dump twice, with another exit code."""
+    for resume in (False, True):
+        bad = [BeforeUpdate(2, unsafe)]
+        with pytest.raises(jaxfb.trainer.NonFiniteAbort, match="jaxfb replay .*update-000002"):
+            layered_trainer(tmp_path, bad, run={"max_nonfinite": 1}, checkpoint={"every": 1}).train(
+                resume=resume
+            )
+        dump = tmp_path / "dumps" / "update-000002"
+        (dump / "rows-1.npz").touch(exist_ok=False)  # such as of a second process
 
 
 @pytest.mark.parametrize("what", ["write_json", "_save_rows"])
