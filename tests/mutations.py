@@ -2029,6 +2029,13 @@ MUTATIONS = (
         "guard/test_guards.py::test_returns_to_a_checkpoint_count_where_newer_ones_are_damaged",
     ),
     Mutation(
+        "trace_of_a_stopped_run_lost",
+        "training/profile.py",
+        "run.ending.callback(self._stop)",
+        "run.ending.callback(lambda: None)",
+        "training/test_profile.py::test_the_trace_of_a_run_that_ends_early_is_written",
+    ),
+    Mutation(
         "half_of_the_votes_is_a_majority",
         "guard/devices.py",
         "if 2 * count > len(values):",

@@ -24,24 +24,29 @@ class Profile(Callback):
     def __init__(self, directory: str | Path | None = None, skip: int = 2, steps: int = 3):
         self._directory, self._skip, self._steps = directory, skip, steps
         self._first: int | None = None
+        self._last = 0
         self._run: Any = None
         self._begun = False
 
     def on_train_start(self, run: Any) -> None:
         self._run = run
+        run.ending.callback(self._stop)  # of a run that ends while it is traced
 
     def on_step_start(self, step: int) -> None:
         if self._first is None:
             self._first = step + self._skip
+        if step < self._first + self._steps:
+            self._last = step
         if step == self._first:
             self._run.sync()
             self._begun = self._written(lambda: jax.profiler.start_trace(self._where))
         elif step == self._first + self._steps:
+            self._run.sync()
             self._stop()
 
     def on_train_end(self, step: int, metrics: Any) -> None:
-        if self._first is not None and self._first <= step < self._first + self._steps:
-            self._stop()
+        self._run.sync()
+        self._stop()
 
     def _written(self, write: Callable[[], None]) -> bool:
         """Returns whether a part of the trace was written; a disk that does not take it must not end the run."""
@@ -58,14 +63,12 @@ class Profile(Callback):
         return str(self._directory or self._run.directory.path / "trace")
 
     def _stop(self) -> None:
-        self._run.sync()
         begun, self._begun = self._begun, False
         if not begun or not self._written(jax.profiler.stop_trace):
             return
         traces = sorted(Path(self._where).rglob("*.trace.json.gz"), key=lambda path: path.stat().st_mtime)
         opened = f"open {traces[-1]} at https://ui.perfetto.dev, or " if traces else ""
-        first = self._first or 0
         self._run.say(
-            f"traced updates {first} to {first + self._steps - 1} into {self._where}: {opened}"
+            f"traced updates {self._first} to {self._last} into {self._where}: {opened}"
             f"tensorboard --logdir {self._where}"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,6 +82,7 @@ class Run(AbstractContextManager["Run"]):
     kept:      JSON values that the guards save with each checkpoint.
     unwritten: records that metrics.jsonl did not take; saved with each checkpoint, and written when the run continues.
     goodput:   the share of the time that went into applied updates, and what took the rest.
+    ending:    receives what is to be called when the run ends in any way, after all is saved.
     """
 
     def __init__(self, work: Work, directory: RunDirectory, say: Callable[[str], None] = print):
@@ -97,6 +98,7 @@ class Run(AbstractContextManager["Run"]):
         self.stopped: str | None = None
         self.phases = Phases()
         self.goodput = Goodput(here.began, here.now)
+        self.ending = ExitStack()
         self.kept: dict[str, Any] = {}
         self.unwritten: list[dict[str, Any]] = []
         self._local: LocalTier | None = None
@@ -389,12 +391,13 @@ class Run(AbstractContextManager["Run"]):
         return self._store.latest()
 
     def __exit__(self, *_) -> None:
-        self.work.close()
-        if self._local is not None:
-            self._local.wait()
-        if self._opened is not None:
-            self._opened.close()
-        self._store.close()
+        with self.ending:
+            self.work.close()
+            if self._local is not None:
+                self._local.wait()
+            if self._opened is not None:
+                self._opened.close()
+            self._store.close()
 
     def remove_local(self) -> None:
         """Removes the local checkpoints of a run whose last one is in the run directory."""
