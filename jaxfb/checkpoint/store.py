@@ -146,7 +146,9 @@ class CheckpointStore(SavedSteps):
         reasons = []
         for candidate in self._candidates():
             try:
-                return self._load(candidate, abstract_state, partial)
+                found = self._load(candidate, abstract_state, partial)
+                self._damaged.discard(candidate)  # whatever kept it from being read before is over
+                return found
             except (Mismatch, *NOT_OF_A_FILE):
                 raise
             except Exception as error:  # damage shows up as any of a dozen storage errors

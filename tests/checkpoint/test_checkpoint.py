@@ -202,6 +202,23 @@ def test_a_step_that_takes_the_number_of_a_damaged_one_counts(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_a_step_that_can_be_read_after_all_counts_again(tmp_path):
+    """A disk failed for a moment; the step that the run had continued from was set aside by the next save."""
+    state = make_state(mesh_of(data=1))
+    with CheckpointStore(tmp_path) as store:
+        for step in (1, 2):
+            store.save(step, state, {"step": step})
+        store.wait()
+        (tmp_path / "2" / "state").rename(tmp_path / "away")
+        assert store.restore(state)[1] == {"step": 1}
+        (tmp_path / "away").rename(tmp_path / "2" / "state")
+        assert store.restore(state)[1] == {"step": 2}
+        assert store.latest() == 2
+        store.save(3, state, {})
+    assert {path.name for path in tmp_path.iterdir()} == {"1", "2", "3"}
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("step", [5, 6])
 def test_damage_that_is_found_between_two_saves_is_set_aside(tmp_path, step):
     """The open writer counted it as the newest step, and refused to save it again, or a step below it."""
