@@ -2029,6 +2029,13 @@ MUTATIONS = (
         "guard/test_guards.py::test_returns_to_a_checkpoint_count_where_newer_ones_are_damaged",
     ),
     Mutation(
+        "second_dump_meets_the_first",
+        "training/dump.py",
+        "    _empty(path)\n",
+        "    path.mkdir(parents=True, exist_ok=True)\n",
+        "guard/test_guards.py::test_a_run_that_is_given_up_again_at_the_same_update_leaves_a_new_dump",
+    ),
+    Mutation(
         "trace_of_a_stopped_run_lost",
         "training/profile.py",
         "run.ending.callback(self._stop)",
