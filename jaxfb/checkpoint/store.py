@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Mapping
 from concurrent.futures import Future, InvalidStateError
 from functools import partial as partial_of
@@ -22,6 +21,7 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from jaxfb.checkpoint.abandoned import SaveThreads
+from jaxfb.checkpoint.cannot_write import CannotWrite, cannot_write
 from jaxfb.checkpoint.damage import damage
 from jaxfb.checkpoint.manifest import (
     WHO,
@@ -34,7 +34,6 @@ from jaxfb.checkpoint.manifest import (
     sealed,
     shapes_of,
 )
-from jaxfb.checkpoint.obstacles import number_of
 from jaxfb.checkpoint.record import RECORD, context
 from jaxfb.checkpoint.saved_steps import FORMAT, SavedSteps, unless_prevented
 from jaxfb.checkpoint.step_directories import DAMAGED_SUFFIX, remove_unfinished, steps_in, unused
@@ -42,16 +41,11 @@ from jaxfb.checkpoint.together import NOT_OF_A_FILE, gathered, read_by_all
 from jaxfb.checkpoint.write_errors import WriteErrors, quiet_late_answers, wait_for
 from jaxfb.parallel.totals import checksums
 from jaxfb.process.fault_points import reach, watch_renames
-from jaxfb.process.os_errors import chain
 from jaxfb.refusal import INT64, Missing, Refused, StorageError, boolean, instance, integer
 from jaxfb.update.pipeline_state import as_saved
 
 log = logging.getLogger(__name__)
 write_errors = WriteErrors()
-
-
-class CannotWrite(StorageError):
-    """Something of a run could not be written (disk full, no permission); one sentence that names what is saved."""
 
 
 class CheckpointStore(SavedSteps):
@@ -310,14 +304,10 @@ class CheckpointStore(SavedSteps):
         return record, {name: loaded[name] for name in wanted}
 
     def _cannot_write(self, step: int | None, error: BaseException) -> CannotWrite:
-        steps, have = [], "not known"
+        steps = None
         with contextlib.suppress(OSError):  # such as too many open files, which is the reason as well
             steps = self.steps()
-            have = ", ".join(map(str, steps)) or "none"
-        what = f"step {step} could not be written to {self.directory}"
-        if step in steps:
-            what = f"step {step} is complete in {self.directory}, but not what follows, such as to remove an older one"
-        return CannotWrite(f"[checkpoint] {what}: {_root_of(error)}; complete steps: {have}")
+        return cannot_write(self.directory, step, steps, error)
 
 
 def _begun_save(
@@ -344,13 +334,3 @@ def _begun_save(
 def _unless_cancelled() -> contextlib.AbstractContextManager:
     """Passes over a record for which Orbax's thread waits no more: the save has failed, and its result tells why."""
     return contextlib.suppress(InvalidStateError)
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
-
-
-def _root_of(error: BaseException) -> str:
-    """Returns the first line of the system's error, if it is in the chain of causes; otherwise of the error itself."""
-    number = next(filter(None, map(number_of, chain(error))), None)
-    return _first_line(error) if number is None else os.strerror(number)

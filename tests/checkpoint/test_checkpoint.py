@@ -427,13 +427,15 @@ def test_a_step_under_the_name_of_another_is_no_step(tmp_path):
 
 def test_a_step_that_is_complete_is_not_described_as_unwritten(tmp_path):
     """So it was where an older step of another user's could not be removed after it."""
-    denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES), "c/5")
     with CheckpointStore(tmp_path / "c") as store:
         store.save(10, make_state(mesh_of(data=1)), {})
         store.wait()
         assert "step 10 is complete in " in (told := str(store._cannot_write(10, denied))), told
-        assert told.endswith("such as to remove an older one: Permission denied; complete steps: 10"), told
-        assert "step 11 could not be written to " in str(store._cannot_write(11, denied))
+        assert told.endswith("such as to remove an older one: Permission denied: c/5; complete steps: 10"), (
+            told
+        )
+        assert str(store._cannot_write(11, denied)).endswith("/c: Permission denied; complete steps: 10")
 
 
 def test_a_changed_record_is_no_record(tmp_path):
