@@ -132,8 +132,8 @@ class Guards:
         self._past = spike.update
         self._spikes.restore(self._run.kept.get("spikes", {}))
         self._run.say(
-            f"update {spike.update}: rolled back to the state of update {saved}; update {spike.update + 1} is next, so "
-            f"the rows of updates {saved + 1} to {spike.update} change nothing"
+            f"update {spike.update}: rolled back to the state of update {saved}; the rows of updates {saved + 1} to "
+            f"{spike.update} change nothing, and the run continues behind them"
         )
 
     def _check_rollbacks(self, spike: Spike, saved: int) -> None:
