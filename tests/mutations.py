@@ -1452,6 +1452,13 @@ MUTATIONS = (
         "checkpoint/test_write_errors.py::test_a_save_that_ended_without_a_checkpoint_is_reported",
     ),
     Mutation(
+        "sources_that_split_differently_taken_for_alike",
+        "data/shared_files.py",
+        "holder.share > trainer.cut or",
+        "False or",
+        "data/test_mixture.py::test_a_file_held_out_in_one_source_and_trained_on_in_another_is_named",
+    ),
+    Mutation(
         "anything_allowed_as_rounding",
         "checking/rounding.py",
         "replace(one, allowed=one.allowed * (of_gradients if _of_gradients(one) else more)) for one in found",

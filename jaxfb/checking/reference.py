@@ -16,7 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxfb.checking import arguments
 from jaxfb.checking.case import Case
+from jaxfb.checking.problem import Problem
 from jaxfb.types import LossFn, LossOutput, Pipelined, Sum
 
 PyTree = Any
@@ -51,7 +53,7 @@ class Answer:
 class OneDevice:
     """Computes a case on one device; all of it is one program, compiled once for any parameters, rows and attempt.
 
-    wide: in float64, but for parameters, which have been rounded; if not, in the case's own dtypes.
+    wide: whether to compute in float64, with parameters rounded as the case has them, or in the case's own dtypes.
     """
 
     def __init__(self, case: Case, model: LossFn | Pipelined, keys: Keys, wide: bool = True):
@@ -136,6 +138,12 @@ class OneDevice:
         return self._widened(jnp.asarray(leaf).astype(self._case.compute_dtype or leaf.dtype))
 
 
+def answer_of(case: Case, problem: Problem, wide: bool = True) -> Answer:
+    """Returns the answer to one call for the gradients of a case."""
+    keys = lambda attempt: keys_of_rows(arguments.rng_of(case), case.real_rows)  # noqa: E731
+    return OneDevice(case, problem.model, keys, wide)(problem.params, problem.batch)
+
+
 def _over_parts(function: Callable, rows: Rows, size: int) -> PyTree:
     """Returns `function` of each part of so many rows, stacked; the last may be shorter, and none is empty."""
     number, rest = divmod(len(jax.tree.leaves(rows)[0]), size)
@@ -183,6 +191,11 @@ def value_of(metric: Any) -> np.ndarray:
         return np.asarray(metric.total)
     total, weight = np.broadcast_arrays(np.asarray(metric.total), np.asarray(metric.weight))
     return np.where(weight != 0, total / np.where(weight != 0, weight, 1), 0.0)
+
+
+def values_of(metrics: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Returns what is reported of each."""
+    return {name: value_of(metric) for name, metric in metrics.items()}
 
 
 def _as_output(out: Any) -> LossOutput:

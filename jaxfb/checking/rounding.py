@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
-from jaxfb.checking import arguments, tolerance
+from jaxfb.checking import tolerance
 from jaxfb.checking.case import Case
 from jaxfb.checking.difference import Difference, compare
 from jaxfb.checking.problem import Problem
-from jaxfb.checking.reference import Answer, OneDevice, keys_of_rows, value_of
+from jaxfb.checking.reference import Answer, answer_of, values_of
 
 FEW_BITS = ("bfloat16", "float16")
 TIMES = 4
@@ -35,10 +34,10 @@ def allowing_for_rounding(found: list[Difference], case: Case, problem: Problem)
 
 def _rounded_away(case: Case, problem: Problem) -> tuple[float, float]:
     """Returns how far one device is off in the case's dtype: the loss, terms and metrics, and the gradients."""
-    want, got = (_answer(case, problem, wide) for wide in (True, False))
-    measures = [_values(want.metrics)] * (1 + len(want.metrics_of_microbatches))
+    want, got = (answer_of(case, problem, wide) for wide in (True, False))
+    measures = [values_of(want.metrics)] * (1 + len(want.metrics_of_microbatches))
     values = [
-        compare("loss", {"loss": got.loss, **_terms(got)}, {"loss": want.loss, **_terms(want)}, 0, floor=0.1),
+        compare("loss", _objective(got), _objective(want), 0, floor=0.1),
         compare("metrics", _all_metrics(got), _all_metrics(want), 0, floor=1e-6, measured_by=measures),
         compare("outputs", got.outputs, want.outputs, 0),
     ]
@@ -46,22 +45,13 @@ def _rounded_away(case: Case, problem: Problem) -> tuple[float, float]:
     return max(one.size for one in values), gradients
 
 
-def _answer(case: Case, problem: Problem, wide: bool) -> Answer:
-    keys = lambda attempt: keys_of_rows(arguments.rng_of(case), case.real_rows)  # noqa: E731
-    return OneDevice(case, problem.model, keys, wide)(problem.params, problem.batch)
-
-
-def _terms(answer: Answer) -> dict:
-    return {f"term {name}": value_of(term) for name, term in answer.terms.items()}
+def _objective(answer: Answer) -> dict:
+    return {"loss": answer.loss, "terms": values_of(answer.terms)}
 
 
 def _all_metrics(answer: Answer) -> list[dict]:
     """Returns the metrics of all rows and of each microbatch: one that is a single number is off by chance."""
-    return [_values(answer.metrics), *map(_values, answer.metrics_of_microbatches)]
-
-
-def _values(metrics: Mapping) -> dict:
-    return {name: value_of(metric) for name, metric in metrics.items()}
+    return [values_of(answer.metrics), *map(values_of, answer.metrics_of_microbatches)]
 
 
 def _of_gradients(one: Difference) -> bool:

@@ -19,7 +19,7 @@ from jaxfb.checking.case import Case
 from jaxfb.checking.difference import Difference, compare
 from jaxfb.checking.outcome import DIFFERENT, FAILED, REFUSED, SAME, Outcome
 from jaxfb.checking.problem import OwnModel, Problem, problem_of
-from jaxfb.checking.reference import Answer, OneDevice, keys_of_rows, value_of
+from jaxfb.checking.reference import Answer, answer_of, value_of, values_of
 from jaxfb.checking.rounding import allowing_for_rounding
 from jaxfb.checking.update import differences_of_updates
 from jaxfb.forward_backward import get_forward_backward_func
@@ -63,11 +63,7 @@ def differences(case: Case, problem: Problem) -> list[Difference]:
     """Returns everything that was compared, whether it differs or not."""
     if case.update:
         return differences_of_updates(case, problem)
-    one_device = OneDevice(
-        case, problem.model, lambda attempt: keys_of_rows(arguments.rng_of(case), case.real_rows)
-    )
-    want = one_device(problem.params, problem.batch)
-    return differences_of_outputs(case, problem, _engine(case, problem), want)
+    return differences_of_outputs(case, problem, _engine(case, problem), answer_of(case, problem))
 
 
 def differences_of_outputs(
@@ -78,7 +74,7 @@ def differences_of_outputs(
     totals = {"loss": got.loss, **_of_terms(case, got.terms)}
     found = [
         compare("loss", totals, {"loss": want.loss, **_of_terms(case, want.terms)}, values, floor=0.1),
-        compare("metrics", _values(got.metrics), _values(want.metrics), values, floor=1e-6),
+        compare("metrics", values_of(got.metrics), values_of(want.metrics), values, floor=1e-6),
         compare("outputs", got.outputs, want.outputs, values),
         _of_metrics_by_microbatch(got, want, values),
     ]
@@ -123,10 +119,6 @@ def _of_terms(case: Case, terms: Mapping[str, Sum]) -> dict[str, Any]:
     return {name: term.total if case.normalize == "none" else value_of(term) for name, term in terms.items()}
 
 
-def _values(metrics: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    return {name: value_of(metric) for name, metric in metrics.items()}
-
-
 def _of_metrics_by_microbatch(got: ForwardBackwardOutput, want: Answer, allowed: float) -> Difference:
     """Compares each microbatch's metrics, measured by the largest number of the same metric in any of them: one that is
     a logit may be near zero by chance.
@@ -145,8 +137,8 @@ def _of_microbatches(got: ForwardBackwardOutput, want: Answer) -> tuple[list[dic
     called = {f"metrics/{name}" if name in want.terms else name: name for name in want.metrics}
     named = {called.get(name, name): m for name, m in got.per_microbatch.items() if name not in want.terms}
     number = len(want.metrics_of_microbatches)
-    ours = [_values(jax.tree.map(lambda leaf, part=part: leaf[part], named)) for part in range(number)]
-    return ours, [_values(metrics) for metrics in want.metrics_of_microbatches]
+    ours = [values_of(jax.tree.map(lambda leaf, part=part: leaf[part], named)) for part in range(number)]
+    return ours, [values_of(metrics) for metrics in want.metrics_of_microbatches]
 
 
 def _parts(terms: Mapping[str, Sum], part: str, like: Mapping[str, Sum]) -> dict[str, Any]:

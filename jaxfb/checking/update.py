@@ -13,7 +13,7 @@ from jaxfb.checking.case import Case
 from jaxfb.checking.difference import Difference, compare
 from jaxfb.checking.optimizers import OneUpdate, Update, optimizer_of
 from jaxfb.checking.problem import Problem
-from jaxfb.checking.reference import Answer, OneDevice, keys_of_rows, value_of
+from jaxfb.checking.reference import Answer, OneDevice, keys_of_rows, values_of
 from jaxfb.update.train_step import StepMetrics, TrainState, TrainStep, make_train_step
 
 PyTree = Any
@@ -79,8 +79,8 @@ class _Updates:
         """Compares what the step reports about the loss: its value, the terms', and the metrics'."""
         values = tolerance.of_values(self._case)
         ours = {"loss": metrics.loss, **metrics.terms}
-        theirs = {"loss": want.loss, **{name: value_of(term) for name, term in want.terms.items()}}
-        measured = {name: value_of(metric) for name, metric in want.metrics.items()}
+        theirs = {"loss": want.loss, **values_of(want.terms)}
+        measured = values_of(want.metrics)
         return [
             compare("loss of the step", ours, theirs, values, floor=0.1),
             compare("metrics of the step", metrics.metrics, measured, values, floor=1e-6),

@@ -23,7 +23,7 @@ LOOK = 0.2  # seconds between two looks
 class SaveThreads:
     """Orbax's threads of one save, known by the numbers that Orbax gives its operations.
 
-    Made before the save begins. A save that begins later has other numbers, and so its threads are never ended for it.
+    Made before the save begins. A save that begins later has other numbers, so that its threads are left alone.
     """
 
     def __init__(self) -> None:

@@ -33,6 +33,8 @@ def cannot_write(
 
 def _reason(error: BaseException) -> str:
     """Returns the system's words, if its error is in the chain of causes; otherwise the first line of the error."""
+    if isinstance(error, StorageError):  # one of ours, which is a sentence
+        return str(error)
     number = next(filter(None, map(number_of, chain(error))), None)
     if number is not None:
         return os.strerror(number)

@@ -6,7 +6,6 @@ Part of the data (all of it, in order; read this file first).
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +14,8 @@ from jaxfb.data.cache import cache_directory
 from jaxfb.data.config import DataConfig
 from jaxfb.data.mixture import MixedRows
 from jaxfb.data.packing import Rows, pack
-from jaxfb.data.shards import TokenDocuments, files_of
+from jaxfb.data.shards import TokenDocuments
+from jaxfb.data.shared_files import warn_of_shared_files
 from jaxfb.data.text_shards import common_tokenizer, open_text_shards
 from jaxfb.data.token_shards import open_token_shards
 from jaxfb.data.tokenizer import Tokenizer
@@ -102,7 +102,7 @@ def _mixed(config: DataConfig) -> Corpus:
             f"[data] the source {empty[0]!r} of the mixture has no row to train on; give it more text, or "
             f"data.mixture.{empty[0]}.weight=0"
         )
-    _warn_of_shared(config)
+    warn_of_shared_files(config)
     first = next(iter(corpora.values()))
     return Corpus(
         train=MixedRows({name: corpus.train for name, corpus in corpora.items()}, weights),
@@ -126,31 +126,6 @@ def _common_tokenizer(config: DataConfig) -> str:
         )
     cache = cache_directory(config.cache_dir)
     return str(common_tokenizer([config.of(name, "bpe") for name in config.mixture], cache))
-
-
-def _warn_of_shared(config: DataConfig) -> None:
-    """Warns of a file in two sources of a mixture that may be held out in one and trained on in the other.
-
-    Sources that split alike hold out the same documents of it.
-    """
-    found = {}
-    for name in config.mixture:
-        one = config.of(name, config.tokenizer)
-        files, held_out = ({file.path for file in each} for each in files_of(one))
-        fraction = 0.0 if held_out else one.held_out_fraction  # the rest of the files are trained on whole
-        cut = one.source == "text" and len(files) == 1  # into documents
-        kind = (one.source, one.text_field, cut)
-        found[name] = (files, held_out or files, 1.0 if held_out else fraction, fraction, kind)
-    for name, (files, _, _, fraction, kind) in found.items():
-        for other, (_, held_out, other_fraction, _, other_kind) in found.items():
-            both = files & held_out if config.mixture[name].weight and other != name else ()
-            if both and (other_fraction > fraction or (other_fraction and kind != other_kind)):
-                warnings.warn(
-                    f"[data] {min(both)} is trained on in the source {name!r} of the mixture and held out, in part or "
-                    f"whole, in {other!r}, so held-out numbers may be too good; name it in one of them, or give both "
-                    "the same held_out_fraction and no held_out_path",
-                    stacklevel=2,
-                )
 
 
 def _sum(stats: list[SplitStats]) -> SplitStats:

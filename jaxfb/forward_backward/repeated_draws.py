@@ -11,6 +11,12 @@ from jax.extend.core import ClosedJaxpr, Literal
 from jaxfb.forward_backward.summands import parts_of_scan
 from jaxfb.platforms.compat import called, is_traced
 
+WARNING = (
+    "the loss function draws random numbers from a key that is a constant, such as that of an nnx.Dropout made with "
+    "rngs, so that they are the same in every microbatch and update; draw them from rng, an array of one key a row: "
+    "jax.vmap(lambda row, key: ...)(rows, rng), where an nnx.Dropout is called with rngs=nnx.Rngs(key)"
+)
+
 
 def repeats_draws(program: ClosedJaxpr, given: Sequence[bool]) -> bool:
     """Returns whether a program draws random numbers that depend on none of its inputs.

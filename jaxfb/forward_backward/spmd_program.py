@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jaxfb.forward_backward import repeated_draws
 from jaxfb.forward_backward.microbatches import in_order_of_tokens, rows_spec, specs_of
 from jaxfb.forward_backward.over_context import AXIS, OverContext, traced_on_mesh
 from jaxfb.forward_backward.reduce import masked, reduce_metrics, reduce_records
@@ -33,7 +34,6 @@ from jaxfb.forward_backward.weights import (
     check_terms,
     seeds,
     term_weights,
-    warn_of_repeated_draws,
 )
 from jaxfb.mesh import EXPERT, axis_size, data_parallel, manual_axes, replica_axes, split_axes
 from jaxfb.output import objective
@@ -119,8 +119,10 @@ class SpmdProgram:
         num_parts = jax.tree.leaves(microbatches)[0].shape[0] * data_parallel(self.mesh)
         parts = max(num_parts, self._least_parts)
         check_terms(traced, seen, parts)
-        if self.grad_specs is not None:  # an evaluation may draw the same on purpose
-            warn_of_repeated_draws(traced)
+        if (
+            self.grad_specs is not None and traced.repeats_draws()
+        ):  # an evaluation may draw the same on purpose
+            warnings.warn(repeated_draws.WARNING, stacklevel=2)
         check_experts(traced, seen, [*map(self._cuts_experts, jax.tree.leaves(self.specs))])
         if self.normalize == "global":
             of_more_rows = partial(self._traced_for_more_rows, seen, cast, microbatches, keys)

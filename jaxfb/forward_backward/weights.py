@@ -6,7 +6,6 @@ seeded with 1/weight, terms with different weights compose exactly, and nothing 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence, Set
 from typing import Any
 
@@ -78,18 +77,6 @@ def check_terms(traced: Traced, params: PyTree, num_parts: int) -> None:
                 f"for each of the {num_parts} microbatches; give it a constant weight to count it once, "
                 "Sum(total, 1.0)"
             )
-
-
-def warn_of_repeated_draws(traced: Traced) -> None:
-    """Warns of a loss function that draws the same random numbers for every microbatch of every update."""
-    if traced.repeats_draws():
-        warnings.warn(
-            "the loss function draws random numbers from a key that is a constant, such as that of an nnx.Dropout made "
-            "with rngs, so that they are the same in every microbatch and update; draw them from rng, an array of keys "
-            "for the rows, by jax.vmap(lambda row, key: ...)(rows, rng), where nnx.Dropout is called with "
-            "rngs=nnx.Rngs(key)",
-            stacklevel=2,
-        )
 
 
 def _check_reduced(traced: Traced) -> None:
