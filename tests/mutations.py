@@ -2630,6 +2630,13 @@ MUTATIONS = (
         "Path(path).write_text(json.dumps(BYTES_FILE))",
         "process/test_whole_file.py::test_the_tokenizer_of_a_saved_run_outlives_a_resume_on_a_full_disk",
     ),
+    Mutation(
+        "full_disk_under_the_output_ends_the_run",
+        "process/streams.py",
+        "        except OSError as error:\n",
+        "        except BrokenPipeError as error:\n",
+        "process/test_streams.py::test_output_to_a_full_disk_is_dropped",
+    ),
 )
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,6 +17,7 @@ from jaxfb.cli.options import LAUNCHED
 from jaxfb.process.exit_codes import DONE, REFUSED, RESUMABLE
 from jaxfb.process.launcher import end_with_launcher
 from jaxfb.process.signals import caught_here
+from jaxfb.process.streams import WhileTaken
 from jaxfb.refusal import Refused
 
 LEAST_OPEN_FILES = 64
@@ -29,7 +29,7 @@ def train(options) -> int:
     With --smoke it prints first whether the run worked.
     """
     _check_open_files()
-    with redirect_stdout(_WhileRead(sys.stdout)), _starting(), _configured(options) as config:
+    with redirect_stdout(WhileTaken(sys.stdout)), _starting(), _configured(options) as config:
         end_with_launcher()
         code = _ended(config, options)
         if options.smoke:
@@ -68,41 +68,6 @@ def _check_open_files() -> None:
             f"[train] this process may open {limit} files, but a run opens up to {LEAST_OPEN_FILES} and one for each "
             "token file; allow more: ulimit -n 4096"
         )
-
-
-class _WhileRead:
-    """Passes text on to a stream until its reader is gone, as `head` is after some lines, or a closed terminal:
-    training continues.
-    """
-
-    def __init__(self, stream: Any):
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        """Writes the text, or drops it."""
-        self._passing_on(lambda: self._stream.write(text))
-        return len(text)
-
-    def flush(self) -> None:
-        """Flushes what was written."""
-        self._passing_on(lambda: self._stream.flush())
-
-    def _passing_on(self, do: Callable[[], Any]) -> None:
-        if self._stream is None:  # closed by the shell's >&-
-            return
-        try:
-            do()
-        except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO):
-                raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
-            with suppress(OSError):
-                print(
-                    "jaxfb: nobody reads the output any more; training continues without it", file=sys.stderr
-                )
 
 
 @contextmanager

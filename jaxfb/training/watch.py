@@ -225,11 +225,12 @@ class Watch:
             return
         if self._kind == STUCK:
             faulthandler.dump_traceback(file=STDERR)
-        print(
-            f"jaxfb: {self._verdict}; {briefly(self.advice, 'start the run again')}",
-            file=sys.stderr,
-            flush=True,
-        )
+        with contextlib.suppress(OSError):  # such as a log on a full disk
+            print(
+                f"jaxfb: {self._verdict}; {briefly(self.advice, 'start the run again')}",
+                file=sys.stderr,
+                flush=True,
+            )
         self.fail(str(self._verdict), self._kind)
         leave(EXIT_CODES[self._kind])
 
@@ -240,8 +241,9 @@ class Watch:
 
 def leave(code: int) -> None:
     """Ends this process now. An orderly end would wait for the others, who will not come."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or on a full disk
+            stream.flush()
     os._exit(code)
 
 

@@ -15,7 +15,6 @@ from tiny import write_tiny
 
 import jaxfb
 from jaxfb.callbacks import callback
-from jaxfb.cli import training
 from jaxfb.config import load_config
 from jaxfb.training import interrupt, loop
 from jaxfb.training.interrupt import Interrupt, Stopped
@@ -123,15 +122,6 @@ def test_a_hangup_that_is_ignored_stays_so():
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
-
-
-def test_output_to_a_terminal_that_is_gone_is_dropped(tmp_path, capsys):
-    controller, terminal = os.openpty()
-    with open(terminal, "w", buffering=1) as stream:
-        os.close(controller)  # writing fails with EIO from now on
-        passed = training._WhileRead(stream)
-        passed.write("update 1\n"), passed.write("update 2\n"), passed.flush()
-    assert capsys.readouterr().err.count("nobody reads the output any more") == 1
 
 
 def test_a_signal_stops_a_start_up_in_python():

@@ -1,0 +1,50 @@
+"""Keeps a process going whose output nobody takes: a reader that has ended, a closed terminal, a full disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+
+class WhileTaken:
+    """Passes text on to a stream for as long as that takes it; the rest is dropped, and no error is raised.
+
+    stream: None where the shell has closed it (`>&-`). report: whether standard error is told so, once.
+    """
+
+    def __init__(self, stream: Any, report: bool = True):
+        self._stream, self._report = stream, report
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Writes the text, or drops it."""
+        self._passing_on(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        """Flushes what was written."""
+        self._passing_on(lambda: self._stream.flush())
+
+    def _passing_on(self, do: Callable[[], Any]) -> None:
+        if self._stream is None:
+            return
+        try:
+            do()
+        except OSError as error:
+            # also what is still buffered: flushed at the end it would change the exit code of the process
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            if self._report:
+                with suppress(OSError):
+                    print(f"jaxfb: {_why(error)}; training continues without it", file=sys.stderr, flush=True)
+
+
+def _why(error: OSError) -> str:
+    if error.errno in (errno.EPIPE, errno.EIO):
+        return "nobody reads the output any more"
+    return f"the output cannot be written ({error.strerror or error})"
