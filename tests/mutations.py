@@ -2637,6 +2637,13 @@ MUTATIONS = (
         "        except BrokenPipeError as error:\n",
         "process/test_streams.py::test_output_to_a_full_disk_is_dropped",
     ),
+    Mutation(
+        "failed_save_hides_what_ended_the_run",
+        "training/session.py",
+        "self._store.__exit__(*error)",
+        "self._store.close()",
+        "checkpoint/test_write_errors.py::test_what_has_ended_a_run_is_not_replaced_by_a_save_that_failed",
+    ),
 )
 
 

@@ -185,8 +185,13 @@ class CheckpointStore(SavedSteps):
     def __enter__(self) -> CheckpointStore:
         return self
 
-    def __exit__(self, *_) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_) -> None:
+        try:
+            self.close()
+        except CannotWrite as failed:
+            if kind is None:
+                raise
+            log.warning("%s", failed)  # what has ended the context is not to be replaced
 
     def _check_named(self) -> None:
         """Raises unless the last save has its name: Orbax reports no error where a thread of it was cancelled."""

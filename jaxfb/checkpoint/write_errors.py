@@ -10,6 +10,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from etils import epath
 
@@ -52,24 +53,27 @@ class WriteErrors(logging.Filter):
 
 
 class _WithoutLateAnswers:
-    """A hook for errors that nobody catches; it leaves out those of `quiet_late_answers`."""
+    """A hook of `sys` for errors that nobody catches; it leaves out those of `quiet_late_answers`."""
 
     def __init__(self, hook: Callable[..., object]):
         self._hook = hook
 
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: object) -> None:
+    def __call__(self, *told: Any) -> None:
+        error = told[1] if len(told) == 3 else told[0].exc_value  # of excepthook, or of unraisablehook
         in_main = threading.current_thread() is threading.main_thread()
         if in_main or not isinstance(error, RuntimeError) or str(error) != "Event loop is closed":
-            self._hook(kind, error, trace)
+            self._hook(*told)
 
 
 def quiet_late_answers() -> None:
     """Keeps threads of the storage library from printing a traceback for every array of a save that failed meanwhile.
 
-    They find the event loop closed that waited for their answers, and the error of the save is raised anyway.
+    They find the event loop closed that waited for their answers, and the error of the save is raised anyway. Which
+    hook they call depends on the library's version.
     """
-    if not isinstance(sys.excepthook, _WithoutLateAnswers):
-        sys.excepthook = _WithoutLateAnswers(sys.excepthook)
+    for name in ("excepthook", "unraisablehook"):
+        if not isinstance(hook := getattr(sys, name), _WithoutLateAnswers):
+            setattr(sys, name, _WithoutLateAnswers(hook))
 
 
 def wait_for(result: Callable[[], object], failed: Callable[[], BaseException | None]) -> None:

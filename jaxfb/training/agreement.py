@@ -10,6 +10,7 @@ import hashlib
 import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -84,8 +85,12 @@ def compiler_flags() -> dict[str, str]:
     return found
 
 
-def package_versions() -> dict[str, str]:
-    """Returns the versions of Python and of the packages that decide the bits."""
+@cache
+def package_versions() -> Mapping[str, str]:
+    """Returns the versions of Python and of the packages that decide the bits.
+
+    They are read once: each save has them, also one at which no file can be opened.
+    """
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:

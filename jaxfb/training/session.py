@@ -390,14 +390,14 @@ class Run(AbstractContextManager["Run"]):
         """Returns the update of the newest checkpoint that is complete."""
         return self._store.latest()
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *error) -> None:
         with self.ending:
             self.work.close()
             if self._local is not None:
                 self._local.wait()
             if self._opened is not None:
                 self._opened.close()
-            self._store.close()
+            self._store.__exit__(*error)
 
     def remove_local(self) -> None:
         """Removes the local checkpoints of a run whose last one is in the run directory."""

@@ -9,9 +9,12 @@ import threading
 from types import SimpleNamespace
 
 import jax
+import numpy as np
+import optax
 import pytest
 from orbax.checkpoint._src.futures import future, synchronization
 
+import jaxfb
 from jaxfb.checkpoint import abandoned
 from jaxfb.checkpoint import store as checkpoint
 from jaxfb.checkpoint.store import CannotWrite, CheckpointStore
@@ -80,17 +83,26 @@ def test_errors_are_those_of_the_directory_and_other_records_pass(tmp_path):
     assert errors.of(tmp_path) is None
 
 
-def test_late_answers_of_the_storage_library_are_not_printed(monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("excepthook", lambda error: (RuntimeError, error, None)),
+        ("unraisablehook", lambda error: (SimpleNamespace(exc_value=error),)),
+    ],
+)
+def test_late_answers_of_the_storage_library_are_not_printed(monkeypatch, name, told):
     """Each array of a save that a full disk had ended printed a traceback, below the sentence of the run."""
     said = []
-    monkeypatch.setattr("sys.excepthook", lambda kind, error, trace: said.append(error))
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+    monkeypatch.setattr(sys, name, lambda *told: said.append(told))
     quiet_late_answers()
     quiet_late_answers()
-    late, other = RuntimeError("Event loop is closed"), RuntimeError("another")
+    late, other = told(RuntimeError("Event loop is closed")), told(RuntimeError("another"))
 
     def hook():
-        for error in (late, other):
-            sys.excepthook(RuntimeError, error, None)
+        for one in (late, other):
+            getattr(sys, name)(*one)
 
     thread = threading.Thread(target=hook)
     thread.start()
@@ -226,3 +238,30 @@ def test_the_error_of_the_last_save_is_not_hidden_by_that_of_closing(tmp_path, m
     store._writer = Refusing()
     with pytest.raises(CannotWrite, match="step 2 could not be written .*: Too many open files"):
         store.close()
+
+
+def test_what_has_ended_a_run_is_not_replaced_by_a_save_that_failed(tmp_path, monkeypatch, caplog):
+    """An error of a hook, or Ctrl-C, ended a command with the exit code of the full disk and not a word of it."""
+
+    class Hook(jaxfb.Callback):
+        def on_save(self, step, directory):
+            raise KeyError("of the hook")
+
+    monkeypatch.setattr(checkpoint, "_begun_save", lambda *_: Refusing())
+    trainer = jaxfb.Trainer(
+        model=lambda params, microbatch, rng: jaxfb.Sum(
+            (microbatch["x"] @ params["w"]).sum(), len(microbatch["x"])
+        ),
+        params={"w": np.ones(3, np.float32)},
+        data={"x": np.ones((4, 3), np.float32)},
+        optimizer=optax.sgd(0.1),
+        dir=tmp_path / "run",
+        rows=1,
+        rows_per_microbatch=1,
+        updates=2,
+        mesh={"data": 1},
+        callbacks=[Hook()],
+    )
+    with pytest.raises(KeyError, match="of the hook"):
+        trainer.train()
+    assert "step 2 could not be written" in caplog.text
