@@ -2644,6 +2644,13 @@ MUTATIONS = (
         "self._store.close()",
         "checkpoint/test_write_errors.py::test_what_has_ended_a_run_is_not_replaced_by_a_save_that_failed",
     ),
+    Mutation(
+        "old_step_that_stays_ends_the_run",
+        "checkpoint/old_steps.py",
+        "            except OSError as error:\n",
+        "            except KeyError as error:\n",
+        "checkpoint/test_checkpoint.py::test_an_old_step_that_cannot_be_removed_ends_nothing",
+    ),
 )
 
 

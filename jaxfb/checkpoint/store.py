@@ -34,6 +34,7 @@ from jaxfb.checkpoint.manifest import (
     sealed,
     shapes_of,
 )
+from jaxfb.checkpoint.old_steps import pass_over_failed_removals
 from jaxfb.checkpoint.record import RECORD, context
 from jaxfb.checkpoint.saved_steps import FORMAT, SavedSteps, unless_prevented
 from jaxfb.checkpoint.step_directories import DAMAGED_SUFFIX, remove_unfinished, steps_in, unused
@@ -262,6 +263,7 @@ class CheckpointStore(SavedSteps):
             context=context(),
             cleanup_tmp_directories=False,  # done by _clear, which waits for writes that are under way
         )
+        pass_over_failed_removals(self._writer)
         return self._writer
 
     def _clear(self) -> None:

@@ -438,6 +438,24 @@ def test_a_step_that_is_complete_is_not_described_as_unwritten(tmp_path):
         assert str(store._cannot_write(11, denied)).endswith("/c: Permission denied; complete steps: 10")
 
 
+def test_an_old_step_that_cannot_be_removed_ends_nothing(tmp_path, monkeypatch, caplog):
+    """Each save ended with it, though the new step was complete: such as where another program reads the old one."""
+    state, remove = make_state(mesh_of(data=1)), shutil.rmtree
+
+    def busy(path, *args, **more):
+        if str(path) == str(tmp_path / "c" / "1"):
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+        remove(path, *args, **more)
+
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    with CheckpointStore(tmp_path / "c", keep=1) as store:
+        for step in (1, 2, 3, 4):
+            store.save(step, state, {})
+    told = f"step 1, which is no longer kept, cannot be removed: Directory not empty: {tmp_path}/c/1"
+    assert caplog.text.count("cannot be removed") == caplog.text.count(told) == 1
+    assert store.latest() == 4 and set(store.steps()) <= {1, 4}
+
+
 def test_a_changed_record_is_no_record(tmp_path):
     state = make_state(mesh_of(data=1))
     with CheckpointStore(tmp_path / "c") as store:
