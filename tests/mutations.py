@@ -2651,6 +2651,13 @@ MUTATIONS = (
         "            except KeyError as error:\n",
         "checkpoint/test_checkpoint.py::test_an_old_step_that_cannot_be_removed_ends_nothing",
     ),
+    Mutation(
+        "rollback_passes_over_rows_of_a_stream",
+        "training/own_rows.py",
+        "if self._latest is None or self._latest[0] != window.start:",
+        "if True:",
+        "guard/test_guards.py::test_rows_of_a_stream_are_those_of_their_update_after_a_rollback",
+    ),
 )
 
 

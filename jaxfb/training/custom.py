@@ -132,7 +132,8 @@ class Custom(WindowedWork):
 
     def host(self, done: int) -> dict[str, Any]:
         last = self.run_plan.window(done - 1) if done else None
-        return {"data": {**self.rows.position(), "start": last.start + last.rows if last else 0}}
+        start = last.start + last.rows if last else 0
+        return {"data": {**self.rows.position(start), "start": start}}
 
     def abstract_state(self) -> PyTree:
         return self.step_of(self.run_plan.train).abstract_state(self._init)

@@ -40,8 +40,11 @@ class OwnRows(Protocol):
         """Returns 16 hexadecimal digits of the rows; None where reading them twice may give other ones."""
         ...
 
-    def position(self) -> dict[str, Any]:
-        """Returns what `restore` needs to continue behind the last window read."""
+    def position(self, start: int) -> dict[str, Any]:
+        """Returns what `restore` needs to continue with the window that begins at row `start`.
+
+        It may have been read already, for an update that was not made.
+        """
         ...
 
     def restore(self, position: Mapping[str, Any]) -> None:
@@ -102,7 +105,7 @@ class _Indexed:
     def fingerprint(self) -> str | None:
         return None if self._known is None else fingerprint(self._known, self.num_rows)
 
-    def position(self) -> dict[str, Any]:
+    def position(self, start: int) -> dict[str, Any]:
         return {"num_rows": self.num_rows}  # the place among them follows from the number of updates
 
     def restore(self, position: Mapping[str, Any]) -> None:
@@ -146,7 +149,7 @@ class _Mixed:
     def fingerprint(self) -> str | None:
         return str({name: source.fingerprint() for name, source in self._sources.items()})
 
-    def position(self) -> dict[str, Any]:
+    def position(self, start: int) -> dict[str, Any]:
         return {"mixture": self._order.to_dict()}
 
     def restore(self, position: Mapping[str, Any]) -> None:
@@ -173,18 +176,28 @@ class _Streamed:
     def __init__(self, source: Iterable):
         self._rows: Any = iter(source)
         self._consumed = 0
+        self._latest: tuple[int, Mapping[int, PyTree]] | None = (
+            None  # a window's start, and its rows by place
+        )
 
     def read(self, window: Window, here: np.ndarray) -> PyTree:
+        if self._latest is None or self._latest[0] != window.start:  # a rollback returns to the one read last
+            self._latest = (window.start, self._rows_of(window, here))
+        return _batch(self._latest[1].__getitem__, window, here)
+
+    def _rows_of(self, window: Window, here: np.ndarray) -> Mapping[int, PyTree]:
         while self._consumed < window.start:  # rows of a short window that was dropped
             self._next()
-        mine = set(map(int, here))
-        rows = [_kept(self._next()) if place in mine else self._next() for place in range(window.rows)]
-        return _batch(rows.__getitem__, window, here)
+        wanted = {0, *map(int, here)}  # the first one for its shapes
+        each = enumerate(self._next() for _ in range(window.rows))
+        return {place: _kept(row) for place, row in each if place in wanted}
 
     def fingerprint(self) -> str | None:
         return None
 
-    def position(self) -> dict[str, Any]:
+    def position(self, start: int) -> dict[str, Any]:
+        if self._consumed > start:  # the source is past it; from the beginning it can be reached
+            return {"consumed_rows": start, "state": None}
         state = self._rows.get_state() if hasattr(self._rows, "get_state") else None
         if isinstance(state, bytes):
             state = {"bytes": state.decode("latin-1")}
@@ -195,7 +208,7 @@ class _Streamed:
         state = position["state"]
         if state is not None and hasattr(self._rows, "set_state"):
             self._rows.set_state(state["bytes"].encode("latin-1") if set(state) == {"bytes"} else state)
-            self._consumed = position["consumed_rows"]
+            self._consumed, self._latest = position["consumed_rows"], None
         while self._consumed < position["consumed_rows"]:
             self._next()
 

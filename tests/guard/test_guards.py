@@ -96,6 +96,64 @@ def test_rolling_back_undoes_the_spike_and_continues_behind_its_rows(tmp_path):
     assert max(after) < 50
 
 
+class Numbered:
+    """Rows that come one by one, each with its number."""
+
+    def __init__(self, count=10**6):
+        self._data, self._next, self._count = rows(), 0, count
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self._next == self._count:
+            raise StopIteration
+        self._next += 1
+        row = {name: leaf[(self._next - 1) % 256] for name, leaf in self._data.items()}
+        return {**row, "number": np.int32(self._next - 1)}
+
+
+class PutBack(Numbered):
+    def get_state(self):
+        return {"next": self._next}
+
+    def set_state(self, state):
+        self._next = state["next"]
+
+
+class Seen(jaxfb.Callback):
+    """The numbers of the rows that each update was given last."""
+
+    def __init__(self):
+        self.rows = {}
+
+    def before_update(self, step, batch):
+        self.rows[step] = batch["number"].tolist()
+
+
+def of_update(step):
+    return list(range(8 * (step - 1), 8 * step))
+
+
+@pytest.mark.parametrize("source", [Numbered, PutBack])
+def test_rows_of_a_stream_are_those_of_their_update_after_a_rollback(tmp_path, source):
+    """Those of the update that was read while the spike was computed were passed over."""
+    seen, spike = Seen(), BeforeUpdate(SPIKE, bad_row)
+    sections = {"data": source(8 * 24), "checkpoint": {"every": 7}}  # no row is left over
+    train(tmp_path, updates=24, callbacks=[seen, spike], spikes="rollback", sections=sections)
+    assert seen.rows == {step: of_update(step) for step in range(1, 25)}
+
+
+@pytest.mark.parametrize("source", [Numbered, PutBack])
+def test_rows_of_a_stream_that_were_read_for_an_update_that_was_not_made_are_read_again(tmp_path, source):
+    """The position that was saved when the rows ended was behind those that were read in vain."""
+    with pytest.raises(ValueError, match="the rows ended after 43, .*saved after update 5 of 8"):
+        train(tmp_path, updates=8, sections={"data": source(8 * 5 + 3)})
+    seen = Seen()
+    train(tmp_path, updates=8, callbacks=[seen], sections={"data": source()}, resume=True)
+    assert seen.rows == {step: of_update(step) for step in (6, 7, 8)}
+
+
 @pytest.mark.slow
 def test_a_run_killed_after_a_rollback_ends_in_the_same_bits(tmp_path):
     class Kill(jaxfb.Callback):
