@@ -2658,6 +2658,13 @@ MUTATIONS = (
         "if True:",
         "guard/test_guards.py::test_rows_of_a_stream_are_those_of_their_update_after_a_rollback",
     ),
+    Mutation(
+        "damaged_checkpoint_hides_local_ones",
+        "training/session.py",
+        "if newest == {None} or (local := self._resume_local(allow_changes)) is None:",
+        "if True:",
+        "checkpoint/test_local_checkpoints.py::test_those_before_a_damaged_checkpoint_count",
+    ),
 )
 
 

@@ -37,6 +37,6 @@ class _Removal:
 
 def pass_over_failed_removals(writer: Any) -> None:
     """Lets a writer of Orbax go on where an old step cannot be removed; it would raise that for the new step."""
-    manager = getattr(writer, "_manager", None)  # private names of Orbax; without them it raises
+    manager: Any = getattr(writer, "_manager", None)  # private names of Orbax; without them it raises
     if hasattr(manager, "_checkpoint_deleter"):
         manager._checkpoint_deleter = _Removal(manager._checkpoint_deleter)

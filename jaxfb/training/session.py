@@ -17,7 +17,7 @@ from jaxfb.checkpoint.together import gathered
 from jaxfb.config import config_to_dict
 from jaxfb.process.fault_points import reach
 from jaxfb.process.position import here
-from jaxfb.refusal import Refused
+from jaxfb.refusal import Missing, Refused
 from jaxfb.training.agreement import package_versions
 from jaxfb.training.changes import changes_between, check_changes, listing
 from jaxfb.training.goodput import Goodput
@@ -172,19 +172,40 @@ class Run(AbstractContextManager["Run"]):
         if found is None and self.directory.newest_update() is None:
             self.directory.refuse_lost()
             return
-        state, record = found or self._resume_saved(allow_changes)
+        is_local = found is not None
+        if found is None:
+            found, is_local = self._resume_sound(allow_changes)
+        state, record = found
         if changes := listing(changes_between(record["config"], self.config)):
             self.say(f"changed since update {record['update']}:{changes}")
         self.work.restore(state, record, allow_changes)
         reach("restore.done")
         self._take_up(record)
-        if found is not None:  # it is not in the run directory
+        if is_local:  # it is not in the run directory
             self._saved = self._store.latest()
         if "goodput" in record:
             self.goodput.restore(record["goodput"])
         self.done = self.before = record["update"]
         self._found = record
         self.unwritten = record.get("unwritten", [])
+
+    def _resume_sound(self, allow_changes: bool) -> tuple[tuple[Any, dict[str, Any]], bool]:
+        """Returns (state, record) of the newest sound checkpoint in the run directory, and False; or of a local one and
+        True: those after the checkpoint before a damaged one count as soon as the damage is known.
+        """
+        newest = set(gathered(self._store.latest()))  # a process may not see one yet
+        try:
+            found = self._resume_saved(allow_changes)
+            if newest == {found[1]["update"]}:
+                return found, False
+            jax.tree.map(lambda leaf: leaf.delete(), found[0])  # there may be memory for one state alone
+        except Missing:
+            if newest == {None} or (local := self._resume_local(allow_changes)) is None:
+                raise
+            return local, True
+        if local := self._resume_local(allow_changes):
+            return local, True
+        return self._resume_saved(allow_changes), False
 
     def _resume_saved(self, allow_changes: bool) -> tuple[Any, dict[str, Any]]:
         """Returns state and record of the newest checkpoint in the run directory that can be read."""

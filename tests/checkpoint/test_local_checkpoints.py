@@ -313,6 +313,32 @@ def test_checkpoints_that_were_removed_take_the_later_local_ones_with_them(tmp_p
     assert "after update 6 of" in capsys.readouterr().out  # of before the one that was removed
 
 
+@pytest.mark.parametrize(
+    ("damaged", "goes_on"),
+    [
+        (["8"], 6),
+        pytest.param(["16"], 15, marks=pytest.mark.slow),
+        pytest.param(["16", "8"], 16, marks=pytest.mark.slow),
+    ],
+)
+def test_those_before_a_damaged_checkpoint_count(tmp_path, damaged, goes_on, capsys):
+    """Its record was whole, so that they did not, and the run went back to the checkpoint before it, or was refused."""
+    newest = int(damaged[0])
+    train(tmp_path / "whole", tmp_path / "disk")
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "run", tmp_path / "disk", callbacks=[Die(newest + 1)])
+    for step in damaged:
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / step / "state")
+    capsys.readouterr()
+    if goes_on == newest:  # all are damaged, and local ones are of after another checkpoint
+        with pytest.raises(FileNotFoundError, match="no checkpoint that can be read"):
+            train(tmp_path / "run", tmp_path / "disk", resume=True)
+        return
+    train(tmp_path / "run", tmp_path / "disk", resume=True)
+    assert f"after update {goes_on} of 20" in capsys.readouterr().out
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
 def test_a_copy_of_a_run_leaves_the_local_checkpoints_to_the_other(tmp_path, capsys):
     """Both wrote to the same place: each continued from whatever the other had written there last."""
     run, copy, moved = tmp_path / "run", tmp_path / "copy", tmp_path / "moved"
