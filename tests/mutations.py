@@ -2665,6 +2665,13 @@ MUTATIONS = (
         "if True:",
         "checkpoint/test_local_checkpoints.py::test_those_before_a_damaged_checkpoint_count",
     ),
+    Mutation(
+        "restored_key_cannot_be_put_where_it_lies",
+        "checkpoint/manifest.py",
+        "    if len(spec) <= leaf.ndim:\n",
+        "    if True:\n",
+        "guard/test_guards.py::test_the_first_update_of_a_resumed_run_can_be_repeated",
+    ),
 )
 
 

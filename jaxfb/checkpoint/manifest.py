@@ -67,6 +67,16 @@ def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
+def with_sharding_of_its_rank(leaf: jax.Array) -> jax.Array:
+    """Returns an array that can be put where it lies: on one device a restored key has the sharding of its data."""
+    spec = getattr(leaf.sharding, "spec", ())
+    if len(spec) <= leaf.ndim:
+        return leaf
+    place = jax.sharding.NamedSharding(leaf.sharding.mesh, jax.sharding.PartitionSpec(*spec[: leaf.ndim]))
+    data = jax.device_put(jax.random.key_data(leaf), place)
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+
+
 def check_fit_of(saved: Mapping, wanted: Mapping, where: str, partial: bool) -> None:
     """Raises Mismatch, with a line for each, where names, shapes or dtypes differ (`shapes_of` both).
 

@@ -33,6 +33,7 @@ from jaxfb.checkpoint.manifest import (
     named_leaves,
     sealed,
     shapes_of,
+    with_sharding_of_its_rank,
 )
 from jaxfb.checkpoint.old_steps import pass_over_failed_removals
 from jaxfb.checkpoint.record import RECORD, context
@@ -308,7 +309,7 @@ class CheckpointStore(SavedSteps):
         with context(alone=True):
             path = self.directory / str(step)
             loaded = ocp.load_checkpointables(path, {"state": {**wanted, **skipped}})["state"]
-        return record, {name: loaded[name] for name in wanted}
+        return record, {name: with_sharding_of_its_rank(loaded[name]) for name in wanted}
 
     def _cannot_write(self, step: int | None, error: BaseException) -> CannotWrite:
         steps = None

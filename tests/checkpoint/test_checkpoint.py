@@ -456,6 +456,21 @@ def test_an_old_step_that_cannot_be_removed_ends_nothing(tmp_path, monkeypatch, 
     assert store.latest() == 4 and set(store.steps()) <= {1, 4}
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_keys_are_restored_to_where_they_can_be_put_again(tmp_path, devices):
+    mesh = mesh_of(data=devices)
+    keys = {"one": jax.random.key(3), "some": jax.random.split(jax.random.key(4), 4)}
+    placed = {
+        name: jax.device_put(key, NamedSharding(mesh, P(*["data"] * key.ndim))) for name, key in keys.items()
+    }
+    with CheckpointStore(tmp_path) as store:
+        store.save(1, placed, {})
+        store.wait()
+        state, _ = store.restore(placed)
+    for name, key in state.items():
+        assert bits(jax.device_put(key, key.sharding)) == bits(keys[name])
+
+
 def test_a_changed_record_is_no_record(tmp_path):
     state = make_state(mesh_of(data=1))
     with CheckpointStore(tmp_path / "c") as store:
