@@ -46,7 +46,12 @@ def main(kills: int, flips: int, faults: bool, overrides: tuple[str, ...] = (), 
 
     with tempfile.TemporaryDirectory() as directory:
         laboratory = Laboratory(Path(directory), overrides)
-        outcomes = run_trials(chosen(kills, flips, faults, jax.device_count(), skip), laboratory)
+        wanted = list(chosen(kills, flips, faults, jax.device_count(), skip))
+        if wanted:
+            _ = (
+                laboratory.reference
+            )  # before any trial: where an override is refused, all would have that problem
+        outcomes = run_trials(wanted, laboratory)
     bad = [outcome for outcome in outcomes if outcome.problems]
     print(f"{len(outcomes)} trials, {len(bad)} with a problem")
     return 1 if bad else 0

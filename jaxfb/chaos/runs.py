@@ -14,8 +14,10 @@ from functools import cached_property
 from pathlib import Path
 
 from jaxfb.chaos.jobs import TRAIN, Job
+from jaxfb.process.exit_codes import REFUSED
 from jaxfb.process.fault_points import VARIABLE
 from jaxfb.process.loopback import free_port
+from jaxfb.refusal import Refused
 
 AFTER_A_KILL = 30.0
 """Seconds that the other processes get to end by themselves, once one was killed."""
@@ -67,8 +69,8 @@ class Laboratory:
         """
         job = self.job
         where = [f"run.dir={self.path(name)}"]
-        where += [] if job.command == "rl" else [f"data.cache_dir={self.directory / 'data'}", *self.overrides]
-        line = [job.command, job.config, *job.overrides, *where, *more, "--resume"]
+        own = [] if job.command == "rl" else [f"data.cache_dir={self.directory / 'data'}", *self.overrides]
+        line = [job.command, job.config, *job.overrides, *own, *where, *more, "--resume"]
         program = [sys.executable, "-m", "jaxfb.chaos.worker", fault or "-", *line]
         self.directory.mkdir(parents=True, exist_ok=True)
         logs = [self.directory / f"{name}.{index}.log" for index in range(job.processes)]
@@ -83,8 +85,15 @@ class Laboratory:
 
     @cached_property
     def reference(self) -> Path:
-        """Returns the run that nothing happens to; made at the first use."""
+        """Returns the run that nothing happens to; made at the first use.
+
+        Raises:
+          ValueError: it is refused, as for an override.
+        """
         ended = self.run("reference")
+        if ended.code == REFUSED:
+            reason = ended.output.strip().rpartition("jaxfb: ")[2]
+            raise Refused(f"[chaos] the run without a fault is refused: {reason}")
         if ended.code:
             raise RuntimeError(f"the run without a fault ended with exit code {ended.code}: {ended.output}")
         return self.path("reference")

@@ -99,6 +99,10 @@ def chaos(options) -> int:
     for name in ("kills", "flips", "skip"):
         if (given := getattr(options, name)) < 0:
             raise Refused(f"[chaos] --{name} {given} must not be negative; use --{name} 0 for none")
+    if own := [text for text in options.overrides if text.startswith("run.dir=")]:
+        raise Refused(
+            f"[chaos] {own[0]}: its runs, which it breaks, are in a temporary directory of their own; leave run.dir out"
+        )
     from jaxfb.chaos import command
 
     faults, overrides = not options.no_faults, tuple(options.overrides)

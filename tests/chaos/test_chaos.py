@@ -12,8 +12,9 @@ from quickly import flags
 
 from jaxfb.chaos import command, runs, trials
 from jaxfb.chaos.jobs import RL, TRAIN
-from jaxfb.chaos.runs import Laboratory, differences
+from jaxfb.chaos.runs import Ended, Laboratory, differences
 from jaxfb.chaos.trials import Outcome, Trial, flip_one_bit
+from jaxfb.cli.commands import main
 from jaxfb.process.fault_points import POINTS, reach
 
 ROOT = Path(__file__).parents[2]
@@ -120,6 +121,29 @@ def test_a_problem_is_printed_and_counted(tmp_path):
     outcomes = command.run_trials(wanted, Laboratory(tmp_path), lines.append)
     assert [bool(outcome.problems) for outcome in outcomes] == [False, True]
     assert "ok" in lines[0] and "lost a row" in lines[1]
+
+
+def test_an_override_that_is_refused_ends_the_command_before_any_trial(monkeypatch, capsys):
+    """Each trial had it as a problem, or the command ended with a traceback."""
+    refused = Ended((2,), "some\nmore\njaxfb: [config] unknown key nonsense\n")
+    monkeypatch.setattr(Laboratory, "run", lambda self, name, **more: refused)
+    assert main(["chaos", "nonsense=3"]) == 2
+    said = capsys.readouterr()
+    assert said.err == "jaxfb: [chaos] the run without a fault is refused: [config] unknown key nonsense\n"
+    assert not said.out
+
+
+def test_a_directory_of_the_users_is_not_broken(tmp_path, monkeypatch, capsys):
+    """A run that was saved there was continued with nan in its parameters."""
+    assert main(["chaos", "run.dir=runs/mine"]) == 2
+    assert "[chaos] run.dir=runs/mine: its runs, which it breaks," in capsys.readouterr().err
+    lines = []
+    monkeypatch.setattr(runs, "finished", lambda commands, *_: lines.extend(commands) or (0,))
+    for path in (tmp_path / "other.0.log", tmp_path / "other.1.log"):
+        path.touch()
+    Laboratory(tmp_path, ("run={dir: runs/mine}",)).run("other")
+    places = [text for text in lines[0] if text.startswith("run")]
+    assert places[-1] == f"run.dir={tmp_path / 'other'}"
 
 
 @pytest.mark.slow
