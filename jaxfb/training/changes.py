@@ -65,6 +65,22 @@ def changes_between(saved: Mapping[str, Any], config: Any) -> list[Change]:
     ]
 
 
+def skipped_too_late(saved: Mapping[str, Any], config: Any, update: int) -> str | None:
+    """Returns a sentence where run.skip_updates newly names updates that were made before `update`, which is saved."""
+    known = saved.get("run", {}).get("skip_updates", ())
+    late = [
+        number
+        for number in getattr(config.run, "skip_updates", ())
+        if number <= update and number not in known
+    ]
+    if not late:
+        return None
+    return (
+        f"run.skip_updates={late}: the state saved after update {update} has their rows already, and keeps them; to "
+        "leave them out, move the checkpoints after them away and resume"
+    )
+
+
 def check_model(saved: Mapping[str, Any], config: Any) -> None:
     """Refuses to read saved parameters by another model, as for an evaluation; whatever else differs is accepted.
 

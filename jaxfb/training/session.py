@@ -19,7 +19,7 @@ from jaxfb.process.fault_points import reach
 from jaxfb.process.position import here
 from jaxfb.refusal import Missing, Refused
 from jaxfb.training.agreement import package_versions
-from jaxfb.training.changes import changes_between, check_changes, listing
+from jaxfb.training.changes import changes_between, check_changes, listing, skipped_too_late
 from jaxfb.training.goodput import Goodput
 from jaxfb.training.guard import NonFiniteAbort, listed, unsound_leaves
 from jaxfb.training.local_tier import LocalTier
@@ -178,6 +178,8 @@ class Run(AbstractContextManager["Run"]):
         state, record = found
         if changes := listing(changes_between(record["config"], self.config)):
             self.say(f"changed since update {record['update']}:{changes}")
+        if late := skipped_too_late(record["config"], self.config, record["update"]):
+            self.say(late)
         self.work.restore(state, record, allow_changes)
         reach("restore.done")
         self._take_up(record)

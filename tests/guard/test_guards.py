@@ -271,6 +271,22 @@ def test_a_repeated_update_changes_no_bit(tmp_path):
     np.testing.assert_array_equal(weights(tmp_path / "plain"), weights(tmp_path / "twice"))
 
 
+def test_updates_to_skip_that_are_in_the_checkpoint_are_named(tmp_path, capsys):
+    """Nothing told that they stay there; those that were skipped before are named no more."""
+    for updates, skipped, late in (
+        (4, [3], False),
+        (5, [3, 6], False),
+        (7, [2, 3, 4, 6], True),
+        (8, [2, 3, 4, 6], False),
+    ):
+        train(tmp_path, updates=updates, sections={"run": {"skip_updates": skipped}}, resume=True)
+        told = (
+            "run.skip_updates=[2, 4]: the state saved after update 5 has their rows already"
+            in capsys.readouterr().out
+        )
+        assert told == late
+
+
 def test_the_first_update_of_a_resumed_run_can_be_repeated(tmp_path):
     """On one device the restored random key could not be copied, at each start again."""
     for updates in (2, 4):
