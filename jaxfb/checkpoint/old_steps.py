@@ -29,7 +29,7 @@ class _Removal:
             except OSError as error:
                 reason = f"{error.strerror or error}: {error.filename}" if error.filename else str(error)
                 log.warning(
-                    "[checkpoint] step %d, which is no longer kept, cannot be removed: %s; it stays, and the run goes on",
+                    "[checkpoint] step %d, which is no longer kept, cannot be removed: %s; the run goes on",
                     step,
                     reason,
                 )
