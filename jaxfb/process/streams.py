@@ -13,7 +13,7 @@ from typing import Any
 class WhileTaken:
     """Passes text on to a stream for as long as that takes it; the rest is dropped, and no error is raised.
 
-    stream: None where the shell has closed it (`>&-`). report: whether standard error is told so, once.
+    stream: None where the shell has closed it (`>&-`). report: whether standard error gets a line about it, once.
     """
 
     def __init__(self, stream: Any, report: bool = True):
