@@ -69,10 +69,10 @@ def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
 
 def with_sharding_of_its_rank(leaf: jax.Array) -> jax.Array:
     """Returns an array that can be put where it lies: on one device a restored key has the sharding of its data."""
-    spec = getattr(leaf.sharding, "spec", ())
-    if len(spec) <= leaf.ndim:
+    lies = leaf.sharding
+    if not isinstance(lies, jax.sharding.NamedSharding) or len(lies.spec) <= leaf.ndim:
         return leaf
-    place = jax.sharding.NamedSharding(leaf.sharding.mesh, jax.sharding.PartitionSpec(*spec[: leaf.ndim]))
+    place = jax.sharding.NamedSharding(lies.mesh, jax.sharding.PartitionSpec(*lies.spec[: leaf.ndim]))
     data = jax.device_put(jax.random.key_data(leaf), place)
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
 

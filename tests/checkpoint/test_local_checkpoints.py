@@ -314,7 +314,7 @@ def test_checkpoints_that_were_removed_take_the_later_local_ones_with_them(tmp_p
 
 
 def damaged_after(newest, tmp_path, capsys):
-    """Kills a run right after it saved update `newest`, whose arrays are lost, and resumes it; returns what it prints."""
+    """Kills a run after it saved update `newest`, removes its arrays, and returns what the resumed run prints."""
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path / "run", tmp_path / "disk", callbacks=[Die(newest + 1)])
     shutil.rmtree(tmp_path / "run" / "checkpoints" / str(newest) / "state")
