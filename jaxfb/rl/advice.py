@@ -53,7 +53,7 @@ def changed(config: Any, choice: Mapping[str, Any]) -> Any:
         *sections, name = key.split(".")
         node = values
         for section in sections:
-            node[section] = node.get(section) or {}
+            node[section] = {**(node.get(section) or {})}  # never a dict of the caller's
             node = node[section]
         node[name] = value
     return config_from_dict(values)
