@@ -67,14 +67,12 @@ def check_clipping(max_norm: float | None, convention: str = "exact") -> None:
     real = isinstance(max_norm, Real) and not isinstance(max_norm, bool)
     if max_norm is not None and not (real and 0 < max_norm <= LARGEST):
         raise Refused(
-            f"max_grad_norm, the max_norm of a clip, must be positive and finite, got {shown(max_norm)}; use None to "
-            "disable clipping",
+            f"max_grad_norm must be positive and finite, got {shown(max_norm)}; use None to disable clipping",
             [{"max_grad_norm": None}],
         )
     if not isinstance(convention, str) or convention not in ("exact", "torch"):
         raise Refused(
-            f'clip_convention, the convention of a clip, must be "exact" or "torch", got '
-            f'{shown(convention)}; use "exact"',
+            f'clip_convention must be "exact" or "torch", got {shown(convention)}; use "exact"',
             [{"clip_convention": "exact"}],
         )
 

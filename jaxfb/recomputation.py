@@ -62,7 +62,8 @@ def check_gathered_layers(gather: str | int, number: int) -> None:
     """Raises ValueError if more layers are to stay gathered than a stage has."""
     if isinstance(gather, int) and gather > number:
         raise Refused(
-            f"fsdp_gather={gather} keeps so many layers of a stage gathered, but a stage has {number}; use {number}",
+            f"fsdp_gather={gather} keeps {gather} layers of each stage gathered, but a stage has {number}; use "
+            f"fsdp_gather={number}",
             [{"fsdp_gather": number}],
         )
 
@@ -89,7 +90,7 @@ def _part(text: str, one: str) -> Part:
 
 def _refuse(text: str, one: str) -> None:
     raise Refused(
-        f"remat={shown(text)} has the part {shown(one)}; parts are a word of {', '.join(REMAT_POLICIES)} with a number "
-        "of layers, and a last word for the rest, such as 'selective*8+layer'",
+        f"remat={shown(text)} has the part {shown(one)}; a part is one of {', '.join(REMAT_POLICIES)} with a "
+        "number of layers, and the last one, for all other layers, has no number, such as 'selective*8+layer'",
         [{"remat": "selective*8+layer"}, {"remat": "layer"}],
     )

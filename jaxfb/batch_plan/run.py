@@ -164,8 +164,12 @@ class RunPlan:
         rows = [(name, value) for name in given if (value := getattr(self, name)) is not None]
         last = self.window(self.total_updates - 1)
         total_rows = sum(stretch.rows * stretch.count for stretch in self._stretches)
-        rows += [("total_updates", self.total_updates), ("total_rows", total_rows)]
-        rows += [("row_counts", ", ".join(map(str, self.row_counts))), ("rows of the last update", last.rows)]
+        rows += [("updates", self.total_updates)] if self.updates is None else []
+        rows += [
+            ("rows in all", total_rows),
+            ("rows of an update", ", then ".join(map(str, self.row_counts))),
+        ]
+        rows += [("rows of the last update", last.rows)] if last.rows != last.plan.real_rows else []
         return [*rows, ("remainder", self.remainder)]
 
     def to_dict(self) -> dict[str, Any]:
@@ -236,13 +240,14 @@ def _count_short(run: RunPlan, end: int, left: int, plan: BatchPlan, update: int
     if run.remainder != "error":
         return int(run.remainder == "pad")
     whole_epochs = run.dataset_rows and end % run.dataset_rows == 0
-    length = next(f"{name} {getattr(run, name)}" for name in _LENGTHS if getattr(run, name))
-    what = f"dataset {run.dataset_rows} rows" if whole_epochs else length
+    length = next(f"{name}={getattr(run, name)}" for name in _LENGTHS if getattr(run, name))
+    what = f"dataset_rows={run.dataset_rows}" if whole_epochs else length
     largest = max(each.real_rows for each in run._plan_of.values())
     may_drop = update and largest <= (run.dataset_rows or _ENDLESS)
     legal = ("pad", "drop") if may_drop else ("pad",)
     raise PlanError(
-        f"[run] {what}, updates of {plan.real_rows}: {left} left; choose {' or '.join(legal)}",
+        f"[run] {what} does not divide into updates of {plan.real_rows} rows ({left} left over); use remainder="
+        + " or ".join(f'"{policy}"' for policy in legal),
         [{"remainder": policy} for policy in legal],
     )
 
@@ -336,7 +341,7 @@ def _check_drop(run: RunPlan) -> None:
     if run.remainder == "drop" and run.dataset_rows and run.dataset_rows < largest:
         raise PlanError(
             f"[run] dataset_rows={run.dataset_rows} is less than one update of {largest} rows, "
-            'and remainder="drop" drops the rest; choose pad',
+            'and remainder="drop" drops the rest; use remainder="pad"',
             [{"remainder": "pad"}],
         )
 
@@ -345,6 +350,6 @@ def _check_some_updates(run: RunPlan) -> None:
     if run.total_updates == 0:
         raise PlanError(
             f"[run] {_row_limit(run)} rows are fewer than one update of {run.rows_at(0)}, and "
-            'remainder="drop" drops them; choose pad',
+            'remainder="drop" drops them; use remainder="pad"',
             [{"remainder": "pad"}],
         )

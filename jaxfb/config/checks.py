@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxfb.refusal import Refused, shown
@@ -42,6 +43,27 @@ def positive(section: str, **values: Any) -> None:
         if value is not None and not 0 < value < float("inf"):
             least = "1" if isinstance(value, int) else "a number above 0"
             raise Refused(f"[{section}] {name}={value} must be positive and finite; use {least}", [{name: 1}])
+
+
+def one_length(
+    section: str, names: Sequence[str], given: Mapping[str, Any], usual: Mapping[str, Any]
+) -> None:
+    """Refuses a length of a run that is not given by exactly one of `names`.
+
+    given: those that are. usual: the value to offer where there is none.
+    """
+    if len(given) == 1:
+        return
+    values = ", ".join(f"{name}={value}" for name, value in given.items()) or "none"
+    choices = [{other: None for other in given if other != name} for name in reversed(given)] or [usual]
+    words = (
+        " and ".join(f"{section}.{name}={value or 'null'}" for name, value in one.items()) for one in choices
+    )
+    raise Refused(
+        f"[{section}] the length is given by exactly one of {', '.join(names)}; got {values}; "
+        f"set {' or '.join(words)}",
+        choices,
+    )
 
 
 def at_least_zero(section: str, **values: Any) -> None:

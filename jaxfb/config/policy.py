@@ -57,7 +57,7 @@ class TaskConfig:
         seed_in_range("task", self.seed)
         if not self.operations or set(self.operations) - set("+-*"):
             raise Refused(
-                f'[task] operations={shown(self.operations)} must be of "+", "-" and "*"; use "+"',
+                f'[task] operations={shown(self.operations)} must consist of "+", "-" and "*"; use "+"',
                 [{"operations": "+"}],
             )
         each_once(self.operations)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
-from jaxfb.config.checks import at_least_zero, expand_home, not_empty, positive
+from jaxfb.config.checks import at_least_zero, expand_home, not_empty, one_length, positive
 from jaxfb.config.common import CommonConfig
 from jaxfb.config.model import ModelConfig
 from jaxfb.config.policy import (
@@ -199,12 +199,10 @@ class UpdatesConfig:
     epochs: float | None = None
 
     def __post_init__(self):
-        positive("batch", rows=self.rows, updates=self.updates, epochs=self.epochs)
-        if (self.updates is None) == (self.epochs is None):
-            raise Refused(
-                f"[batch] give exactly one of updates={self.updates} and epochs={self.epochs}; use epochs=1",
-                [{"updates": None, "epochs": 1.0}],
-            )
+        lengths = {"updates": self.updates, "epochs": self.epochs}
+        given = {name: value for name, value in lengths.items() if value is not None}
+        positive("batch", rows=self.rows, **given)
+        one_length("batch", tuple(lengths), given, {"epochs": 1})
 
 
 @dataclass(frozen=True)
@@ -303,13 +301,7 @@ class RLConfig(PostTrainingConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.guard.spikes == "rollback" or (self.guard.verify_every and self.critic):
-            raise Refused(
-                f"[guard] spikes={self.guard.spikes} verify_every={self.guard.verify_every}: a policy samples its own "
-                "rows which cannot be skipped, and updates with a critic are not repeated; use guard.spikes=warn and "
-                "guard.verify_every=null",
-                [{"guard.spikes": "warn", "guard.verify_every": None}],
-            )
+        self._check_guard()
         if (self.critic is None) == estimator_of(self.advantage.name).needs_critic:
             fix = "add a section critic" if self.critic is None else "use advantage.name=gae, or no critic"
             raise Refused(
@@ -317,6 +309,21 @@ class RLConfig(PostTrainingConfig):
                 f"a critic; {fix}"
             )
         self._check_advantage()
+
+    def _check_guard(self) -> None:
+        repeats = {"guard.verify_every": None} if self.guard.verify_every and self.critic else {}
+        if self.guard.spikes == "rollback":
+            raise Refused(
+                "[guard] spikes=rollback skips rows after a spike, but a policy samples its own rows; use "
+                "guard.spikes=warn",
+                [{"guard.spikes": "warn", **repeats}],
+            )
+        if repeats:
+            raise Refused(
+                f"[guard] verify_every={self.guard.verify_every} computes updates twice, which those of a policy with "
+                "a critic cannot be; use guard.verify_every=null",
+                [repeats],
+            )
 
     def _check_advantage(self) -> None:
         """Refuses settings that the estimator does not read, where they are not at their defaults."""

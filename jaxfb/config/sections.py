@@ -11,7 +11,14 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 from jaxfb.batch_plan.ramp_up import as_ramp_up
-from jaxfb.config.checks import at_least_zero, directory_is_named, expand_home, positive, seed_in_range
+from jaxfb.config.checks import (
+    at_least_zero,
+    directory_is_named,
+    expand_home,
+    one_length,
+    positive,
+    seed_in_range,
+)
 from jaxfb.models.layout import stages_of
 from jaxfb.parts import LEARNING_RATES, OPTIMIZERS
 from jaxfb.refusal import Refused, shown
@@ -27,9 +34,10 @@ class BatchConfig:
     """The rows of one update over all replicas, cut by rows_per_microbatch (on each) or num_microbatches.
 
     rows:      rows of one update, over all replicas.
-    rows_per_microbatch: rows of one microbatch, on each replica; null: by num_microbatches.
-    num_microbatches: microbatches of one update; null: as many as rows_per_microbatch makes.
-    remainder: rows that do not fill their microbatches: "error" refuses, "pad" adds rows of weight 0, "drop".
+    rows_per_microbatch: rows of one microbatch, on each replica; null: follows from num_microbatches.
+    num_microbatches: microbatches of one update; null: follows from rows_per_microbatch.
+    remainder: rows that do not fill their microbatches: "error" refuses them, "pad" adds rows of weight 0,
+               "drop" leaves them out.
     normalize: "global" divides each term by its weight over all rows; "microbatch" and "none" are Megatron's
                mean of means and plain sums.
     ramp_up:   rows of an update by consumed rows, such as "0:16 10K:32"; the last is `rows`.
@@ -134,19 +142,7 @@ class RunConfig(AnyRunConfig):
             positive("run", skip_updates=number)
         given = {name: getattr(self, name) for name in LENGTHS if getattr(self, name) is not None}
         positive("run", **given)
-        if len(given) != 1:
-            values = ", ".join(f"{name}={value}" for name, value in given.items()) or "none"
-            choices = [{other: None for other in given if other != name} for name in reversed(given)]
-            choices = choices or [{"updates": 1000}]
-            words = (
-                " and ".join(f"run.{name}={value or 'null'}" for name, value in one.items())
-                for one in choices
-            )
-            raise Refused(
-                f"[run] the length is given by exactly one of {', '.join(LENGTHS)}; got {values}; "
-                f"set {' or '.join(words)}",
-                choices,
-            )
+        one_length("run", LENGTHS, given, {"updates": 1000})
 
 
 @dataclass(frozen=True)
@@ -245,7 +241,7 @@ class MeshConfig:
         positive("mesh", **{name: size for name, size in vars(self).items() if size != -1})
         if len(filled) > 1:
             raise Refused(
-                f"[mesh] only one size may be -1 (the devices left), got {' and '.join(filled)}; "
+                f"[mesh] only one size may be -1 (all remaining devices), got {', '.join(filled)}; "
                 f"give {' and '.join(f'mesh.{name}' for name in filled[:-1])} a number",
                 [dict.fromkeys(filled[:-1], 1)],
             )

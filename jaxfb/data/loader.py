@@ -158,8 +158,8 @@ class Loader:
         if consumed > total_rows:
             whole = f"{last} or {consumed}" if last else f"{consumed}"
             raise Refused(
-                f"[data] total_rows={total_rows} leaves {total_rows - last} rows to the last "
-                f"update of {consumed - last}; use total_rows {whole}, or remainder 'pad' or 'drop'",
+                f"[data] total_rows={total_rows} leaves {total_rows - last} of the "
+                f"{consumed - last} rows of its last update; use total_rows={whole}, or remainder='pad' or 'drop'",
                 [
                     *({"total_rows": rows} for rows in (last, consumed) if rows),
                     *({"remainder": one} for one in ("pad", "drop")),

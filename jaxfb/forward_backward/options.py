@@ -180,8 +180,8 @@ class EngineOptions(LayoutOptions, PrecisionOptions):
             return
         if (context := axis_size(mesh, "context")) > 1:
             raise Refused(
-                f"num_pieces={schedule.num_pieces} runs a sequence piece by piece on one device, context={context} "
-                "cuts it over several; use num_pieces=1, or a mesh with context=1",
+                f"num_pieces={schedule.num_pieces} runs a sequence piece by piece on one device, but "
+                f"context={context} cuts it over several; use num_pieces=1, or a mesh with context=1",
                 [{"num_pieces": 1, "schedule": None}, {"context": 1}],
             )
         if isinstance(self.fsdp_gather, int):
@@ -267,7 +267,7 @@ def _check_schedule(
         own, given = getattr(schedule, name), getattr(options, name)
         if given not in (1, own):
             raise Refused(
-                f"schedule {schedule.name!r} has {name}={own}, the call has {given}; leave the latter out",
+                f"schedule {schedule.name!r} has {name}={own}, but the option is {name}={given}; leave the option out",
                 [{name: 1}],
             )
     if (schedule.num_stages, schedule.num_microbatches) != (pipe, num_microbatches):

@@ -197,8 +197,8 @@ def _check_halves(options: EngineOptions, model: LossFn | Pipelined) -> None:
     """Raises ValueError where the second half of a layer is to be gathered apart, and the model does not name it."""
     if options.gather_ahead == "half" and not (isinstance(model, Pipelined) and _names_halves(model)):
         raise Refused(
-            'gather_ahead="half" needs a Pipelined whose halves name the parameters of the second '
-            "(Halves.second_params), and this model's do not; use gather_ahead=True",
+            'gather_ahead="half" needs a Pipelined model whose halves name the parameters of the second one '
+            "(Halves.second_params), which this model lacks; use gather_ahead=True",
             [{"gather_ahead": True}],
         )
 

@@ -132,7 +132,7 @@ def check_horizon(horizon: float, rows: int, who: str, key: str) -> None:
     if rows >= 5 * horizon:
         use = rows // 5 + 1
         raise Refused(
-            f"[{who}] horizon={horizon:g} must be above a fifth of the {rows} rows of a rollout, after which the "
-            f"coefficient could be 0 or negative; use {key}={use} or more",
+            f"[{who}] horizon={horizon:g} must be above a fifth of the {rows} rows of a rollout, or the "
+            f"coefficient could become 0 or negative; use {key}={use} or more",
             [{key: use}],
         )

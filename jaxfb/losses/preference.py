@@ -82,7 +82,7 @@ class PreferenceLoss:
         check_number("preference", "label_smoothing", smoothing, lambda x: 0 <= x < 0.5, "in [0, 0.5)", 0.0)
         if self.label_smoothing and self.kind in ("ipo", "hinge"):
             raise Refused(
-                f"[preference] {self.kind} has no label_smoothing; use 'sigmoid' or 'robust'",
+                f"[preference] kind={self.kind!r} takes no label_smoothing; use kind='sigmoid' or 'robust'",
                 [{"kind": "sigmoid"}, {"kind": "robust"}],
             )
 

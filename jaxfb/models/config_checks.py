@@ -78,7 +78,7 @@ def check_head_size_derives(config: TransformerConfig) -> None:
         legal = [size for size in (below, below + 2 * heads) if size]
         raise Refused(
             f"[model] hidden_size={width} must be a multiple of num_heads={heads} unless head_size is given; "
-            f"use hidden_size {' or '.join(map(str, legal))}",
+            f"use hidden_size={' or '.join(map(str, legal))}",
             [{"hidden_size": size} for size in legal],
         )
 
@@ -91,7 +91,7 @@ def check_heads(config: TransformerConfig) -> None:
         nearest = min({*small, *(heads // n for n in small)}, key=lambda n: (abs(n - kv_heads), n))
         raise Refused(
             f"[model] num_heads={heads} must be a multiple of num_kv_heads={kv_heads}; "
-            f"use num_kv_heads {nearest}",
+            f"use num_kv_heads={nearest}",
             [{"num_kv_heads": nearest}],
         )
     if size % 2:
@@ -169,8 +169,8 @@ def _check_groups(config: TransformerConfig) -> None:
     groups, best, number = config.router_groups, config.router_top_groups, config.num_experts
     if groups > 1 and (number % groups or number // groups < 2):
         raise Refused(
-            f"[model] num_experts={number} must be a multiple of router_groups={groups} and twice it at least; use "
-            "router_groups 1",
+            f"[model] num_experts={number} must be a multiple of router_groups={groups} and at least twice as "
+            "many; use router_groups=1",
             [{"router_groups": 1, "router_top_groups": 1}],
         )
     if not 1 <= best <= groups:
@@ -181,7 +181,7 @@ def _check_groups(config: TransformerConfig) -> None:
     if config.experts_per_token > best * (number // groups):
         raise Refused(
             f"[model] experts_per_token={config.experts_per_token} must be at most the {best * (number // groups)} "
-            f"experts of router_top_groups={best} groups; use router_top_groups {groups}",
+            f"experts of router_top_groups={best} groups; use router_top_groups={groups}",
             [{"router_top_groups": groups}],
         )
 
@@ -192,7 +192,7 @@ def check_experts(config: TransformerConfig) -> None:
     if config.experts_per_token > config.num_experts:
         raise Refused(
             f"[model] experts_per_token={config.experts_per_token} must be at most num_experts="
-            f"{config.num_experts}; use experts_per_token {config.num_experts}",
+            f"{config.num_experts}; use experts_per_token={config.num_experts}",
             [{"experts_per_token": config.num_experts}],
         )
     _check_groups(config)

@@ -187,8 +187,9 @@ def check_targets(lora: LoRA, layers: Mapping) -> list[str]:
             kept = [one for one in lora.targets if any(LoRA(targets=(one,)).adapts(name) for name in names)]
             use = kept or legal
             raise Refused(
-                f"[lora] targets: {target!r} is not a projection of a layer of this model (routers have no adapters, "
-                f"experts by patterns such as experts.*); it has {', '.join(names)}; use targets=[{', '.join(use)}]",
+                f"[lora] targets: {target!r} is not a projection of a layer of this model (routers have no adapters; "
+                f"name experts by a pattern such as experts.*); it has {', '.join(names)}; use "
+                f"targets=[{', '.join(use)}]",
                 [{"targets": use}],
             )
     chosen = [name for name in names if lora.adapts(name)]

@@ -179,7 +179,7 @@ def settle(config: TransformerConfig) -> dict[str, Any]:
         least = len(leading) + size
         raise Refused(
             f"[model] num_layers={config.num_layers} must be at least the {len(leading)} leading layers and one period "
-            f"of {size}; use num_layers {least}",
+            f"of {size}; use num_layers={least}",
             [{"num_layers": least}],
         )
     leading, period = leading + period[: rest % size], period[rest % size :] + period[: rest % size]
@@ -204,7 +204,7 @@ def _check_experts(
     if any(kind.experts for kind in leading):
         size, number = len(period), config.num_layers
         legal = [number - over, number - over + size] if over else []
-        use = f"num_layers {' or '.join(map(str, legal))}" if legal else "experts=false in the leading kinds"
+        use = f"num_layers={' or '.join(map(str, legal))}" if legal else "experts=false in the leading kinds"
         raise Refused(
             f"[model] num_layers={number} is {len(leading)} leading layers and {number // size} periods of {size}, but "
             f"leading layers have no experts; use {use}",

@@ -76,8 +76,8 @@ class Variant:
         if size % 2 or not size:
             near = max(2, size + size % 2) / head_size
             raise Refused(
-                f"{_WHO} rotary_share={self.rotary_share} of head_size={head_size} is {size} numbers, which must be "
-                f"pairs; use rotary_share {near}",
+                f"{_WHO} rotary_share={self.rotary_share} of head_size={head_size} turns {size} numbers of each "
+                f"head, which must be pairs; use rotary_share={near}",
                 [{"rotary_share": near}],
             )
         return size

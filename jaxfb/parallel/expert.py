@@ -74,7 +74,7 @@ def check_expert_divides(config: Any, expert: int) -> None:
         legal = max(size for size in range(1, expert + 1) if number % size == 0)
         raise Refused(
             f"[expert] num_experts={number} must be a multiple of expert={expert}; "
-            f"use num_experts {number + expert - number % expert} or expert {legal}",
+            f"use num_experts={number + expert - number % expert} or expert={legal}",
             [{"num_experts": number + expert - number % expert}, {"expert": legal}],
         )
 

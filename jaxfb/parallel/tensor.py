@@ -239,7 +239,7 @@ def check_tensor_divides(config: Any, tensor: int) -> None:
             alone = all(other == name or not size % tensor for other, size in sizes.items())
             if alone and _accepts(config, name, larger := value + tensor - value % tensor):
                 choices.insert(0, {name: larger})
-            use = " or ".join(f"{key} {size}" for choice in choices for key, size in choice.items())
+            use = " or ".join(f"{key}={size}" for choice in choices for key, size in choice.items())
             raise Refused(
                 f"[tensor] {name}={value} must be a multiple of tensor={tensor}; use {use}", choices
             )

@@ -296,7 +296,7 @@ def check_head(config: PostTrainingConfig) -> None:
     for name in ("z_loss", "label_smoothing", *sized):
         if value := getattr(config.model, name):
             raise Refused(
-                f"[model] {name}={value} is of the loss of pretraining and of sft, which neither dpo nor rl computes; "
+                f"[model] {name}={value} belongs to the loss of pretraining and sft, which dpo and rl do not compute; "
                 f"use model.{name}=0",
                 [{f"model.{name}": 0}],
             )

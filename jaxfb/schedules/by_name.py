@@ -58,7 +58,7 @@ def pieces_of(name: str, kind: Kind, sizes: tuple[int, int, int], num_pieces: in
     pieces = checked_pieces(*sizes, num_pieces)
     if not kind.pieces and pieces > 1:
         raise Refused(
-            f"[schedule] {name} runs whole sequences, but num_pieces={pieces} cuts them; use schedule seq1f1b or "
+            f"[schedule] {name} runs whole sequences, but num_pieces={pieces} cuts them; use schedule=seq1f1b or "
             "num_pieces=1",
             [{"name": "seq1f1b"}, {"num_pieces": 1}],
         )

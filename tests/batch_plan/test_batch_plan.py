@@ -292,7 +292,7 @@ def test_windows_are_those_of_a_plain_loop(samples, dataset_rows, thresholds, co
     stream = dict(dataset_rows=dataset_rows, ramp_up=ramp_up, remainder=remainder)
     wanted = naive_windows(samples, dataset_rows, ramp_up.rows_at, remainder)
     if not wanted:
-        assert "choose pad" in str(refusal(RunPlan, plan, samples=samples, **stream))
+        assert 'use remainder="pad"' in str(refusal(RunPlan, plan, samples=samples, **stream))
         return
     run = RunPlan(plan, samples=samples, **stream)
     assert [(window.start, window.rows) for window in run.windows()] == wanted
@@ -339,12 +339,15 @@ def test_a_rounded_down_update_consumes_what_it_uses():
         (dict(tokens=1000, sequence_length=300, remainder="error"), "use 19200, or remainder"),
         (
             dict(epochs=1, dataset_rows=1001, remainder="error"),
-            "dataset 1001 rows, updates of 64: 41 left; choose pad or drop",
+            'dataset_rows=1001 does not divide into updates of 64 rows (41 left over); use remainder="pad" or "drop"',
         ),
-        (dict(samples=100, remainder="error"), "samples 100, updates of 64: 36 left; choose pad or drop"),
+        (
+            dict(samples=100, remainder="error"),
+            "samples=100 does not divide into updates of 64 rows (36 left over)",
+        ),
         (dict(updates=5, dataset_rows=50, remainder="drop"), "is less than one update of 64 rows"),
         (dict(samples=50, remainder="drop"), "50 rows are fewer than one update of 64"),
-        (dict(samples=50, remainder="error"), "50 left; choose pad"),
+        (dict(samples=50, remainder="error"), '(50 left over); use remainder="pad"'),
         (dict(updates=5, ramp_up="0:30 100:64"), "the step 0:30 is not a legal plan"),
         (dict(updates=5, ramp_up="0:32"), "ramp_up ends at 32 rows but the train plan has 64"),
     ],

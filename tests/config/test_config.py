@@ -70,7 +70,7 @@ REFUSED = [
         "model={name: 'os:getcwd', num_layers: 2}",
         r"model\.num_layers is no key of a model with model\.name='os:getcwd'; it has name, options, vocab_size",
     ),
-    ("mesh.tp=-1", r"only one size may be -1 .* data and tensor; give mesh\.data a number"),
+    ("mesh.tp=-1", r"only one size may be -1 .* data, tensor; give mesh\.data a number"),
     ("run.epochs=2", r"exactly one .* set run\.updates=null or run\.epochs=null"),
     ("lr.final=1", r"\[lr\] final=1.0 is above optimizer\.learning_rate"),
     ("lr.warmup=1000000", r"\[lr\] warmup=1000000 must be below the \d+ updates it is part of"),

@@ -104,7 +104,7 @@ def test_a_short_last_window(remainder, sizes, consumed):
 
 
 def test_a_short_last_window_can_be_refused():
-    with pytest.raises(ValueError, match="total_rows=10 leaves 2 rows .* use total_rows 8 or 12"):
+    with pytest.raises(ValueError, match="total_rows=10 leaves 2 of the 4 rows .* use total_rows=8 or 12"):
         Loader(numbered_rows(7), 4, total_rows=10, remainder="error")
     Loader(numbered_rows(7), 4, total_rows=12, remainder="error")
 

@@ -263,7 +263,7 @@ def test_what_cannot_run_in_pieces_is_refused():
     without = Pipelined(embed, layer, head)
     assert "needs a model with Pipelined.layer_piece" in refusal(without, PARAMS, BATCH, num_pieces=2)
     assert "use num_pieces=2" in refusal(RUNNING_SUM, PARAMS, BATCH, num_pieces=3)
-    assert "use schedule seq1f1b" in refusal(RUNNING_SUM, PARAMS, BATCH, num_pieces=2, schedule="zero_bubble")
+    assert "use schedule=seq1f1b" in refusal(RUNNING_SUM, PARAMS, BATCH, num_pieces=2, schedule="zero_bubble")
     assert "context=2" in refusal(RUNNING_SUM, PARAMS, BATCH, {"pipe": 2, "context": 2}, num_pieces=2)
     assert "pipe=2 or more" in refusal(RUNNING_SUM, PARAMS, BATCH, {"data": 2}, num_pieces=2)
     own = make("seq1f1b", 2, 2, 1, 4)

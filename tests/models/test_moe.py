@@ -422,7 +422,7 @@ def test_an_even_row_has_a_balance_loss_of_one():
     [
         (
             {"experts_per_token": 5},
-            "experts_per_token=5 must be at most num_experts=4; use experts_per_token 4",
+            "experts_per_token=5 must be at most num_experts=4; use experts_per_token=4",
         ),
         ({"router_scores": "relu"}, "router_scores='relu' must be one of softmax, sigmoid"),
         ({"expert_capacity": 0.0}, "expert_capacity=0.0 must be positive"),

@@ -247,10 +247,10 @@ def test_layers_with_experts_do_not_lead():
     "change, message",
     [
         ({"pattern": [LOCAL, FULL], "window": 3}, "window=3 cannot be combined with a pattern; use null"),
-        ({"pattern": (replace(LOCAL, layers=6), FULL)}, "one period of 7; use num_layers 7"),
+        ({"pattern": (replace(LOCAL, layers=6), FULL)}, "one period of 7; use num_layers=7"),
         (
             {"leading": (replace(LOCAL, layers=5),)},
-            "the 5 leading layers and one period of 1; use num_layers 6",
+            "the 5 leading layers and one period of 1; use num_layers=6",
         ),
         (
             {"pattern": (DENSE, FULL), "num_experts": 2, "leading": (LOCAL,)},
@@ -258,7 +258,7 @@ def test_layers_with_experts_do_not_lead():
         ),
         (
             {"pattern": (FULL, DENSE), "num_experts": 2},
-            "leading layers have no experts; use num_layers 4 or 6",
+            "leading layers have no experts; use num_layers=4 or 6",
         ),
         ({"pattern": (DENSE,), "num_experts": 2}, "num_experts=2 needs a kind with experts"),
         ({"pattern": LOCAL}, r"must be a list of jaxfb.models.pattern.LayerKind; use \(\) for none"),

@@ -16,8 +16,8 @@ SIZES = {"vocab_size": 32, "num_layers": 3, "hidden_size": 24, "num_heads": 4}
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"hidden_size": 26}, "hidden_size=26 must be a multiple of num_heads=4 .* use hidden_size 24 or 32"),
-        ({"num_kv_heads": 3}, "num_heads=4 must be a multiple of num_kv_heads=3; use num_kv_heads 2"),
+        ({"hidden_size": 26}, "hidden_size=26 must be a multiple of num_heads=4 .* use hidden_size=24 or 32"),
+        ({"num_kv_heads": 3}, "num_heads=4 must be a multiple of num_kv_heads=3; use num_kv_heads=2"),
         ({"head_size": 5}, "head_size=5 must be even .* use 6"),
         ({"num_layers": 0}, "num_layers=0 must be positive"),
         ({"dropout": 1.0}, "dropout=1.0 must be at least 0 and below 1"),

@@ -300,7 +300,7 @@ def test_wrong_latents_are_refused(change, message):
 
 
 def test_a_share_that_makes_no_pairs_is_refused_with_one_that_does():
-    with pytest.raises(ValueError, match="must be pairs; use rotary_share 1.0") as error:
+    with pytest.raises(ValueError, match="must be pairs; use rotary_share=1.0") as error:
         replace(SIZES, variant=Variant(rotary_share=0.75))
     replace(SIZES, variant=Variant(**error.value.choices[0]))
 

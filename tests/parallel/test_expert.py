@@ -425,7 +425,7 @@ def test_experts_that_do_not_divide_are_refused(inputs):
     expert.check_expert_divides(config, 3)
     expert.check_expert_divides(SimpleNamespace(num_experts=0), 4)
     with pytest.raises(
-        ValueError, match="num_experts=6 must be a multiple of expert=4; use num_experts 8 or expert 3"
+        ValueError, match="num_experts=6 must be a multiple of expert=4; use num_experts=8 or expert=3"
     ):
         expert.check_expert_divides(config, 4)
     x, kernels, weights, _ = inputs

@@ -185,7 +185,7 @@ def test_every_weight_is_split_and_no_layer_dim_is():
 @pytest.mark.parametrize(
     "field, message",
     [
-        ("num_kv_heads", r"num_kv_heads=2 must be a multiple of tensor=4; use num_kv_heads 4 or tensor 2"),
+        ("num_kv_heads", r"num_kv_heads=2 must be a multiple of tensor=4; use num_kv_heads=4 or tensor=2"),
         ("vocab_size", r"vocab_size=2 must be a multiple of tensor=4"),
     ],
 )

@@ -408,3 +408,18 @@ def test_a_reward_that_fails_in_the_middle_of_a_run_loses_no_update(tmp_path):
     ):
         post_train(config, task=Fails())
     assert RunDirectory(tmp_path / "run").newest_update() == 2
+
+
+def test_a_change_of_a_config_leaves_the_values_it_was_given_as_they_are():
+    model = dict(TINY["model"])
+    config = changed(with_(), {"model": model, "model.mtp_depth": 1})
+    assert config.model.mtp_depth == 1 and "mtp_depth" not in model
+
+
+def test_a_spike_is_not_rolled_back_and_an_update_with_a_critic_is_not_repeated():
+    with pytest.raises(ValueError, match="a policy samples its own rows; use guard.spikes=warn"):
+        with_({"guard": {"spikes": "rollback"}, "checkpoint": {"every": 1}})
+    with pytest.raises(
+        ValueError, match="verify_every=2 computes updates twice, .* use guard.verify_every=null"
+    ):
+        with_(PPO, {"guard": {"verify_every": 2}})
