@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 
 FLAGS = {
+    "schedule": "--kind",
     "num_stages": "--pipe",
     "num_microbatches": "--microbatches",
     "num_chunks": "--chunks",
@@ -26,7 +27,7 @@ SECTIONS = ("mesh", "parallel")
 def as_typed(sentence: str, options) -> str:
     """Returns a refusal with `name=value` as it is given to the command: `mesh.pipe=4`, or `--chunks 2`."""
     if options.verb == "schedule":
-        return re.sub(r"\b(use|or) schedule ", r"\1 --kind ", _renamed(sentence, FLAGS, " "))
+        return _renamed(sentence, FLAGS, " ")
     return _renamed(sentence, _keys(sentence), "=") if hasattr(options, "overrides") else sentence
 
 

@@ -12,7 +12,7 @@ from jaxfb import __version__
 from jaxfb.process.exit_codes import REFUSED
 from jaxfb.schedules import NAMES
 
-CONFIG = "a YAML file, a run's directory, or the name of a starter config such as quickstart"
+CONFIG = "a YAML file, a run's directory, or the name of a starter config such as {}"
 RUN = "a run directory, or a config that names it in run.dir"
 MODEL = f"{RUN}, or a directory of Hugging Face files"
 FILTERS = {
@@ -57,21 +57,26 @@ SCHEDULE_COSTS = {
     "head": "head and loss",
     "attention": "attention to other tokens, as a share of the first three costs; it makes late pieces cost more",
 }
+STARTERS = {"sft": "sft", "dpo": "dpo", "rl": "grpo_arithmetic"}
 EXAMPLES = {
+    "init": "jaxfb init quickstart",
     "train": "jaxfb train quickstart --smoke",
     "sft": "jaxfb sft sft --smoke",
-    "dpo": "jaxfb dpo dpo --smoke",
+    "dpo": "jaxfb dpo dpo start.run=runs/sft",
     "rl": "jaxfb rl grpo_arithmetic --smoke",
     "eval": "jaxfb eval runs/quickstart",
     "generate": 'jaxfb generate runs/quickstart --prompt "class Queue:"',
     "chat": "jaxfb chat runs/quickstart",
     "replay": "jaxfb replay runs/quickstart/dumps/update-100",
+    "launch": "jaxfb launch --processes 2 train quickstart",
+    "check": "jaxfb check quickstart mesh.pipe=2",
+    "schedule": "jaxfb schedule --pipe 4 --microbatches 8 --compare",
     "import-hf": "jaxfb import-hf downloads/model --out runs/imported",
     "export-hf": "jaxfb export-hf runs/quickstart exported",
     "plan": "jaxfb plan 8b --topology v5p:4x4x4",
     "config": "jaxfb config show quickstart",
 }
-"""A whole command for each one that cannot do without arguments; a refusal for lack of them ends with it."""
+"""A whole command for each; its help and a refusal for lack of arguments end with it."""
 KINDS = {int: "an integer", float: "a number"}
 """What an option of that type must be, in the words of its refusal."""
 
@@ -160,7 +165,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="jaxfb",
-        description="Trains transformers with JAX on any mesh of GPUs or TPUs, with the gradient of one device.",
+        description="Trains transformers with JAX. On any mesh of GPUs or TPUs the gradients are those of one device.",
         epilog="Try `jaxfb train quickstart --smoke` first. `jaxfb COMMAND --help` lists the options of a command.",
     )
     parser.add_argument("--version", action="version", version=f"jaxfb {__version__}")
@@ -235,7 +240,9 @@ def _add_uses_of_a_run(verbs) -> None:
     generate = _verb(verbs, "generate", "continue a prompt with a run's newest checkpoint")
     generate.add_argument("run_dir", metavar="RUN", help=MODEL)
     prompt = generate.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt", help="the text to continue, or the user's message in a chat")
+    prompt.add_argument(
+        "--prompt", metavar="TEXT", help="the text to continue, or the user's message in a chat"
+    )
     prompt.add_argument(
         "--prompts", metavar="FILE", help='one prompt per line, or .jsonl with {"prompt"} or {"messages"}'
     )
@@ -254,11 +261,13 @@ def _add_uses_of_a_run(verbs) -> None:
 
 
 def _add_sampling(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("--tokens", type=int, help="tokens to generate (default: eval.tokens)")
-    verb.add_argument("--temperature", type=float, help="sampling temperature; 0 takes the most likely token")
+    verb.add_argument("--tokens", type=int, metavar="N", help="tokens to generate (default: eval.tokens)")
+    verb.add_argument(
+        "--temperature", type=float, metavar="T", help="sampling temperature; 0 takes the most likely token"
+    )
     for name, (kind, text) in FILTERS.items():
-        verb.add_argument(f"--{name.replace('_', '-')}", type=kind, help=text)
-    verb.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
+        verb.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=name[-1].upper(), help=text)
+    verb.add_argument("--seed", type=int, default=0, metavar="S", help="random seed (default: 0)")
     verb.add_argument(
         "--dtype",
         help="float32, bfloat16 or float16, of parameters and computation (default: as saved)",
@@ -308,7 +317,7 @@ def _add_pretrained(verbs) -> None:
 def _add_check(verbs) -> None:
     text = "compare gradients on a mesh with those of one device, for a config or for random cases"
     check = _verb(verbs, "check", text)
-    check.add_argument("config", metavar="CONFIG", nargs="?", help=CONFIG)
+    check.add_argument("config", metavar="CONFIG", nargs="?", help=CONFIG.format("quickstart"))
     check.add_argument("overrides", nargs="*", metavar=OVERRIDE, help=OVERRIDES)
     check.add_argument(
         "--tolerance",
@@ -365,7 +374,7 @@ def _add_plan(verbs) -> None:
     plan.add_argument("--no-compile", action="store_true", help="use a formula only, which takes seconds")
     plan.add_argument("--json", action="store_true", help="print the result as JSON")
     plan.add_argument("--search", action="store_true", help="try layouts, and write the fastest that fits")
-    _add_number(plan, "--layouts", 24, "layouts to list")
+    _add_number(plan, "--layouts", 24, "layouts that --search lists")
     plan.add_argument("--out", default="plan", metavar="DIR", help="where --search writes (default: plan)")
 
 
@@ -384,15 +393,16 @@ def _add_show(verbs) -> None:
         "action",
         choices=("show", "reference"),
         metavar="{show,reference}",
-        help="reference: describe all keys, in Markdown",
+        help="show: print every key of a config after overrides; reference: describe all keys, in Markdown",
     )
     show.set_defaults(refuse=show.error)
-    show.add_argument("config", nargs="?", metavar="CONFIG", help=f"{CONFIG}; for show")
+    show.add_argument("config", nargs="?", metavar="CONFIG", help=f"{CONFIG.format('quickstart')}; for show")
     show.add_argument("overrides", nargs="*", metavar=OVERRIDE, help=OVERRIDES)
 
 
 def _add_config(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("config", metavar="CONFIG", help=CONFIG)
+    starter = STARTERS.get(verb.prog.rpartition(" ")[2], "quickstart")
+    verb.add_argument("config", metavar="CONFIG", help=CONFIG.format(starter))
     verb.add_argument("overrides", nargs="*", metavar=OVERRIDE, help=OVERRIDES)
 
 
@@ -428,6 +438,7 @@ def _add_number(verb: argparse.ArgumentParser, name: str, default: int, text: st
 
 def _verb(verbs, name: str, text: str) -> argparse.ArgumentParser:
     """Adds a command, which `commands.py` finds under its name."""
-    verb = verbs.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    example = f"Example: {EXAMPLES[name]}" if name in EXAMPLES else None
+    verb = verbs.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".", epilog=example)
     verb.set_defaults(verb=name)
     return verb

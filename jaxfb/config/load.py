@@ -56,7 +56,10 @@ def load_config(path: str | Path, overrides: Iterable[str] = (), command: str | 
     values = without_aliases(values)
     root = kind_of(values)
     if command not in (None, found := COMMANDS.get(root, "train")):
-        raise ConfigError(f"[config] {path} is a config for `jaxfb {found}`, not for `jaxfb {command}`")
+        raise ConfigError(
+            f"[config] {path} is a config for `jaxfb {found}`, not for `jaxfb {command}`; use jaxfb {found} "
+            f"{shlex.quote(str(path))}"
+        )
     for override in overrides:
         _apply(values, override, root)
     kind_of(values)  # refuses a name in place of the sizes of `model`
@@ -263,6 +266,9 @@ def saved_run(path: str | Path, config: Any) -> Path:
 def _not_found(path: Path) -> str:
     """Returns the refusal of a missing file or run: the nearest one beside it, or the nearest starter config."""
     missing = f"no file {path}" if path.suffix else f"no file or run's directory {path}"
+    named = path.parent if path.name == "config.yaml" and path.parent.is_dir() else path
+    if named != path:
+        missing = f"{named} is not a run's directory, for there is no {path}"
     run = path.parent.parent.parent
     if path.parent.parent.name == "checkpoints" and holds_a_run(run):
         return f"[config] {path.parent} is a checkpoint of the run {run}; give {run}, whose newest checkpoint is read"
@@ -273,7 +279,7 @@ def _not_found(path: Path) -> str:
     if close := difflib.get_close_matches(path.stem, starters, n=1, cutoff=0.6):
         return f"[config] {missing}; did you mean the starter config {close[0]}?"
     beside = f"in {path.parent}: {', '.join(names)}; " if names else ""
-    return f"[config] {missing}; {beside}starter configs: {', '.join(starters)}{download_hint(path)}"
+    return f"[config] {missing}; {beside}starter configs: {', '.join(starters)}{download_hint(named)}"
 
 
 def _beside(path: Path) -> list[Path]:

@@ -171,8 +171,8 @@ def _torus(chip: Chip, shape: str, text: str) -> tuple[int, ...]:
     sizes = tuple(_size(part) for part in shape.split("x") if part.isdecimal())
     if len(sizes) != len(shape.split("x")) or len(sizes) != chip.torus or min(sizes) < 1:
         raise Refused(
-            f"[plan] {chip.name} is a torus of {chip.torus} dimensions, {text!r} does not give them; "
-            f"write {_example(chip.name)}"
+            f"[plan] {text!r} must give the {chip.torus} dimensions of a slice of {chip.name}; write "
+            f"{_example(chip.name)}"
         )
     _check_size(sizes, text, _example(chip.name))
     if not _is_a_slice(sizes):

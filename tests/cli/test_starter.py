@@ -129,7 +129,9 @@ def test_a_plan_of_what_begins_with_a_missing_run_names_the_run(tmp_path, monkey
 def test_a_file_in_the_working_directory_comes_before_a_starter_of_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "quickstart").mkdir()
-    with pytest.raises(ValueError, match="no file quickstart/config.yaml"):
+    with pytest.raises(
+        ValueError, match="quickstart is not a run's directory, for there is no quickstart/config.yaml"
+    ):
         load_config("quickstart")
 
 

@@ -397,7 +397,7 @@ def test_keys_of_a_run_on_preferences(override, message):
 
 
 def test_a_config_of_another_command_is_refused():
-    with pytest.raises(ValueError, match="is a config for `jaxfb rl`, not for `jaxfb train`"):
+    with pytest.raises(ValueError, match="is a config for `jaxfb rl`, not for `jaxfb train`; use jaxfb rl "):
         load_config(CONFIGS / "grpo_arithmetic.yaml", command="train")
 
 

@@ -35,7 +35,7 @@ def test_other_machines():
     "text, sentence",
     [
         ("v9:4x4", "unknown topology 'v9:4x4'.*did you mean v4:4x4"),
-        ("v5p:4x4", "torus of 3 dimensions.*v5p:4x4x4"),
+        ("v5p:4x4", "the 3 dimensions of a slice of v5p; write v5p:4x4x4"),
         ("v5e:3x4", "no slice 3x4, it has 1x1, 2x2, .*16x16; the nearest is v5e:4x4"),
         ("v6e:4x6", "no slice 4x6.*nearest is v6e:4x8"),
         ("v6e:16x32", "no slice 16x32.*nearest is v6e:16x16"),
@@ -43,7 +43,7 @@ def test_other_machines():
         ("v5p:2x2x8", "no slice 2x2x8.*nearest is v5p:2x2x4"),
         ("v4:3x4x8", "no slice 3x4x8.*nearest is v4:4x4x8"),
         ("tpu7x:6x8x8", "no slice 6x8x8.*nearest is tpu7x:8x8x8"),
-        ("v5e:4xfour", "torus of 2 dimensions"),
+        ("v5e:4xfour", "the 2 dimensions of a slice of v5e"),
         ("v5p", "write one such as v5p:4x4x8"),
         ("v5p-8", r"did you mean v5p:2x2x1 \(4 chips\)\?"),
         ("v5litepod-16", r"did you mean v5e:4x4 \(16 chips\)\?"),
