@@ -35,7 +35,7 @@ RANDOM = {
     "limit": (float, 600.0, "SECONDS", "time limit of one case (default: 600)"),
     "tries": (int, 60, "T", "attempts to make a failing case smaller (default: 60)"),
     "model": (str, None, "MODULE:FUNCTION", "check the (model, params, batch) that this function returns"),
-    "axes": (str, None, "A,B", "mesh axes to draw from (default: pipe,data,fsdp,tensor)"),
+    "axes": (str, None, "A,B", "mesh axes of that model (default: pipe,data,fsdp,tensor)"),
 }
 POST_TRAINING = {
     "sft": "fine-tune on conversations; only the assistant's tokens are in the loss",

@@ -29,7 +29,7 @@ def check_two_chunks(name: str, num_chunks: int, instead: str) -> None:
     if num_chunks != 2:
         raise Refused(
             f"[schedule] {name} places exactly two chunks on each device; got num_chunks={num_chunks}; "
-            f"use num_chunks=2, or schedule {instead} for num_chunks={num_chunks}",
+            f"use num_chunks=2, or schedule={instead} for num_chunks={num_chunks}",
             [{"num_chunks": 2}, {"name": instead}],
         )
 
