@@ -61,6 +61,8 @@ __all__ = [
     "train",
 ]
 
+_WHO = "[trainer]"
+
 
 def train(
     config: Config | CustomConfig,
@@ -129,8 +131,8 @@ class Trainer:
       params: a pytree of float arrays, or a function of a PRNG key that returns one (then drawn sharded, from `seed`).
       data: arrays [rows, ...] in a tree, a sequence of rows (a grain MapDataset too), or an iterable of rows (a grain
         IterDataset too, whose position is saved), or a `jaxfb.data.Mixture` of arrays and sequences. Arrays and
-        sequences are shuffled each epoch by the seed alone; of
-        an iterable without get_state a resumed run reads the consumed rows again.
+        sequences are shuffled each epoch by the seed alone; a resumed run reads the consumed rows of an iterable
+        without get_state again.
       optimizer: any optax transformation.
       loss: `loss(predictions, microbatch) -> Sum | LossOutput`; None where the model returns its terms itself.
       evaluate: a function of the parameters that returns numbers by name, called on every process; None: none. Arrays
@@ -169,25 +171,9 @@ class Trainer:
         seed: int = 0,
         **sections: Unpack[Sections],
     ):
-        instance(
-            "optimizer", optimizer, optax.GradientTransformation, "an optax transformation", who="[trainer]"
-        )
-        if not isinstance(dir, str | os.PathLike) or not str(dir) or "\0" in str(dir):
-            refuse("dir", dir, "the path of a run directory", who="[trainer]")
-        if loss is not None:
-            function_of("loss", loss, "(predictions, microbatch)", who="[trainer]")
-        if evaluate is not None:
-            function_of("evaluate", evaluate, "(params)", who="[trainer]")
-        gradients.check_clipping(max_grad_norm)
         further: dict[str, Any] = {**sections}
-        for name in ("batch", "run"):
-            if not isinstance(further.get(name, {}), Mapping):
-                refuse(
-                    name, further[name], "a section of a config, its keys and their values", who="[trainer]"
-                )
-        if not isinstance(further.get("schedule"), str | None):
-            rule = 'the name of a kind of schedule, or "package.module:function" of a kind of your own'
-            refuse("schedule", further["schedule"], rule, who="[trainer]")
+        _check_parts(optimizer, loss, evaluate)
+        _check_settings(dir, max_grad_norm, further)
         self._parts = {
             "model": model, "params": params, "data": data, "evaluate": evaluate, "loss": loss, "optimizer": optimizer
         }  # fmt: skip
@@ -202,7 +188,7 @@ class Trainer:
         self.config: CustomConfig = config_from_dict({**names, **given})
         for name, size in {**cut, "updates": updates}.items():
             if size is not None:
-                integer(name, size, who="[trainer]")
+                integer(name, size, who=_WHO)
         self._callbacks, self._max_grad_norm = checked(callbacks), max_grad_norm
 
     def train(self, *, resume: bool = False, fresh: bool = False, allow_changes: bool = False) -> Result:
@@ -216,6 +202,28 @@ class Trainer:
 
     def _work(self, config: CustomConfig, hosts: Hosts) -> Custom:
         return make_custom(config, max_grad_norm=self._max_grad_norm, **self._parts)
+
+
+def _check_parts(optimizer: Any, loss: Any, evaluate: Any) -> None:
+    """Refuses an optimizer that is not optax's, and functions that take other arguments."""
+    instance("optimizer", optimizer, optax.GradientTransformation, "an optax transformation", who=_WHO)
+    if loss is not None:
+        function_of("loss", loss, "(predictions, microbatch)", who=_WHO)
+    if evaluate is not None:
+        function_of("evaluate", evaluate, "(params)", who=_WHO)
+
+
+def _check_settings(directory: Any, max_grad_norm: Any, sections: Mapping[str, Any]) -> None:
+    """Refuses what the checks of a config would not see, or would not name as the argument that it is."""
+    if not isinstance(directory, str | os.PathLike) or not str(directory) or "\0" in str(directory):
+        refuse("dir", directory, "the path of a run directory", who=_WHO)
+    gradients.check_clipping(max_grad_norm)
+    for name in ("batch", "run"):
+        if not isinstance(sections.get(name, {}), Mapping):
+            refuse(name, sections[name], "a section of a config, its keys and their values", who=_WHO)
+    if not isinstance(sections.get("schedule"), str | None):
+        rule = 'the name of a kind of schedule, or "package.module:function" of a kind of your own'
+        refuse("schedule", sections["schedule"], rule, who=_WHO)
 
 
 def make_work(config: Config | CustomConfig, hosts: Hosts) -> Work:

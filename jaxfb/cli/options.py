@@ -173,7 +173,9 @@ def _parser() -> argparse.ArgumentParser:
     for add in (
         _add_init,
         _add_training,
-        _add_uses_of_a_run,
+        _add_eval,
+        _add_generate,
+        _add_chat,
         _add_replay,
         _add_pretrained,
         _add_launch,
@@ -211,7 +213,7 @@ def _add_training(verbs) -> None:
         _add_where_to_begin(verb)
 
 
-def _add_uses_of_a_run(verbs) -> None:
+def _add_eval(verbs) -> None:
     evaluate = _verb(
         verbs,
         "eval",
@@ -237,6 +239,9 @@ def _add_uses_of_a_run(verbs) -> None:
     evaluate.add_argument("--json", action="store_true", help="print the scores as JSON")
     evaluate.add_argument("overrides", nargs="*", metavar=OVERRIDE, help=OVERRIDES)
     _add_hosts(evaluate)
+
+
+def _add_generate(verbs) -> None:
     generate = _verb(verbs, "generate", "continue a prompt with a run's newest checkpoint")
     generate.add_argument("run_dir", metavar="RUN", help=MODEL)
     prompt = generate.add_mutually_exclusive_group(required=True)
@@ -254,6 +259,9 @@ def _add_uses_of_a_run(verbs) -> None:
         "--raw", action="store_true", help="continue the prompt without the run's chat template"
     )
     _add_hosts(generate)
+
+
+def _add_chat(verbs) -> None:
     chat = _verb(verbs, "chat", "talk with a run's newest checkpoint in the terminal")
     chat.add_argument("run_dir", metavar="RUN", help=MODEL)
     chat.add_argument("--system", metavar="TEXT", help="the message that the conversation begins with")

@@ -30,7 +30,7 @@ from jaxfb.parallel.online_softmax import (
 )
 from jaxfb.parallel.scores import PLAIN, Scores
 from jaxfb.parallel.tensor import manual_size
-from jaxfb.refusal import Refused
+from jaxfb.refusal import Refused, choice
 
 AXIS = "context"
 METHODS = ("ring", "all_gather", "all_to_all")
@@ -155,7 +155,10 @@ def context_attention(
       window: a token sees itself and the window - 1 tokens before it; None: all before it.
     Returns:
       float[R, T/context, H, K].
+    Raises:
+      ValueError: the method is unknown.
     """
+    choice("method", method, METHODS, who="context_attention:")
     if segments is None:
         segments = jnp.ones(query.shape[:2], jnp.int32)
     if size_here() == 1:

@@ -40,7 +40,7 @@ from jaxfb.models.lora import check_targets
 from jaxfb.models.pattern import LayerKind
 from jaxfb.models.rope_scaling import RopeScaling
 from jaxfb.models.variant import Variant
-from jaxfb.parallel.context import zigzag
+from jaxfb.parallel.context import context_attention, zigzag
 from jaxfb.parallel.expert import check_expert_divides
 from jaxfb.parallel.host_memory import check_memory
 from jaxfb.parallel.pipe import layout_of
@@ -176,6 +176,11 @@ def arithmetic(held_out):
 
 def stages(layers_per_stage):
     return layers_of_stages(layers_per_stage, TransformerConfig(**{**SIZES, "num_layers": 2}))
+
+
+def over_tokens(method):
+    heads = np.zeros((1, 4, 2, 4), np.float32)
+    return context_attention(heads, heads, heads, segments=None, method=method)
 
 
 def attention(backend):
@@ -534,6 +539,7 @@ REFUSED = [
     (lambda layers_per_stage: layout_of(4, [[0], [1]], layers_per_stage), dict(layers_per_stage=[1, 2])),
     *((stages, dict(layers_per_stage=layout)) for layout in ("tt", "Et|L", "EtttttL", "Et|tmL", "E|||L")),
     (attention, dict(backend="cudnn")),
+    (over_tokens, dict(method="ringg")),
     (sampler, dict(top_k=0)),
     (sampler, dict(top_k=33)),
     # forward and backward, and the step

@@ -181,7 +181,7 @@ def test_loss_is_taken_in_the_tick_in_which_the_last_stage_runs():
         (("1f1c", 4, 8), r"unknown schedule '1f1c'; use '1f1b'"),
         (("Zero-Bubble", 4, 8), r"use 'zero_bubble'"),
         (("v_shape", 4, 8), r"num_chunks=1; use num_chunks=2"),
-        (("zb_v", 4, 8, 3), r"num_chunks=3; use num_chunks=2, or schedule zero_bubble"),
+        (("zb_v", 4, 8, 3), r"num_chunks=3; use num_chunks=2, or schedule=zero_bubble"),
         (("1f1b", 0, 8), r"num_stages must be an integer of at least 1; got num_stages=0"),
         (("1f1b", 4, 0), r"num_microbatches=0; use num_microbatches=1"),
         (("gpipe", 4, 8, 1.0), r"num_chunks=1.0"),
