@@ -60,10 +60,16 @@ def kill(point: str, count: int, job: Job = TRAIN, process: int = 0) -> Trial:
             )
         else:
             problems += differences(laboratory.reference, laboratory.path(name))
-        start = re.search(r"resuming .* after update (\d+)|no checkpoint in", again.output)
-        return Outcome(shown, tuple(problems), f"went on: {start[0] if start else '?'}"[:70])
+        return Outcome(shown, tuple(problems), _continued(again.output))
 
     return Trial(shown, run)
+
+
+def _continued(output: str) -> str:
+    """Returns where a run that was started again continued, by what it has printed."""
+    if found := re.search(r"resuming .* after update (\d+)", output):
+        return f"resumed after update {found[1]}"
+    return "began again at update 0" if "no checkpoint in" in output else "it printed no beginning"
 
 
 def local_tier(disk: Path) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ class ModelConfig(TransformerConfig):
     from: a directory of Hugging Face files, or null. The sizes are those of its config.json and may be left out; a
       fresh run begins with its weights and, unless the config names others, has its tokenizer, chat template and stop
       tokens.
-    name: "transformer", which these are the sizes of; `jaxfb train` also takes a model of your own, see below.
+    name: "transformer", whose sizes these are; `jaxfb train` also takes a model of your own, see below.
     """
 
     name: str = field(default="transformer", kw_only=True)

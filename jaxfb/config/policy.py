@@ -29,8 +29,8 @@ TEMPLATES = ("chatml", "plain", "none")
 class TaskConfig:
     """Problems with answers that can be checked, made on the spot.
 
-    name:      "arithmetic".
-    digits:    at most so many in each operand. operations: "+", "-", "*", or several such as "+-".
+    name:      "arithmetic"; a program may give a task of its own to `jaxfb.rl.post_train`.
+    digits:    digits of each operand, at most. operations: "+", "-", "*", or several such as "+-".
     held_out:  problems that are never trained on, and that accuracy is measured on.
     seed:      seed of the problems.
     template:  how a prompt becomes a user's message: as for conversations, but null without a template of the run or of
@@ -103,7 +103,7 @@ class RolloutConfig:
     epochs:             passes over one rollout.
     rollouts:           rollouts of the run.
     max_new_tokens:     the longest response, in tokens.
-    temperature:        of sampling; log-probs are computed at it too.
+    temperature:        temperature of sampling; log-probs are computed at it too.
     top_k:              sample among the k likeliest tokens; null: among all.
     shuffle:            shuffle the rows before each pass; the order depends on seed, rollout and pass alone.
     log_probs:          where the log-probs of the sampling policy come from: "recompute", a training forward, or the
@@ -164,10 +164,11 @@ class AdvantageConfig:
 class PolicyConfig:
     """The objective: a surrogate by name with its options, how tokens are averaged, and the two side terms.
 
-    surrogate:     the loss of one token, see `losses.surrogates`. options: its settings, such as clip_low.
-    aggregation:   null is the surrogate's own. scale: divisor of "seq-mean-token-sum-norm".
+    surrogate:     the loss of one token, see `losses.surrogates`. options: the surrogate's settings, such as clip_low.
+    aggregation:   how losses of tokens become one number; null: the surrogate's own way.
+    scale:         divisor of "seq-mean-token-sum-norm".
     kl_coef:       coefficient of the KL to the reference as a term of the loss; 0: none.
-    kl_estimator:  k1, k2, k3, abs, ...
+    kl_estimator:  estimator of that KL at each token, see `losses.kl`.
     entropy_coef:  coefficient of the entropy bonus; below 0 it penalizes entropy, as in `PolicyLoss`.
     """
 

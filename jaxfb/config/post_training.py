@@ -113,7 +113,8 @@ class StartConfig:
 class ItemsConfig:
     """Names the file of items to learn from, one JSON object a line.
 
-    path:            a .jsonl file. held_out_path: evaluated on; null holds out `held_out_fraction`.
+    path:            a .jsonl file.
+    held_out_path:   a .jsonl file to evaluate on; null holds out `held_out_fraction` of the items.
     held_out_fraction: share of the items that is held out where there is no held_out_path.
     template:        "chatml", "plain" (roles in words), "none" (contents alone), or the path of a .jinja file; null:
                      that of `start.run` or of the tokenizer's own files, else "chatml"; see docs/post_training.md.
@@ -166,7 +167,7 @@ class PreferencesConfig(ItemsConfig):
     beta:            how strongly the policy is held to the reference.
     label_smoothing: share of pairs whose labels are taken to be wrong.
     kind:            "sigmoid" (DPO), "ipo", "hinge" or "robust", see `losses.preference`.
-    sequence_length: slots of a row, which holds both conversations of a pair: half of it is each one's limit.
+    sequence_length: tokens of a row, which holds both conversations of a pair: half of it is each one's limit.
     """
 
     NAME = "preferences"

@@ -73,7 +73,7 @@ class EvalConfig:
     batches:     at most so many evaluation batches; null takes all held-out rows.
     prompt:      a text of which the model prints a continuation at the end of the run; if empty, none is printed.
     tokens:      length of that continuation.
-    temperature: of the sampling of that continuation; 0 takes the likeliest token.
+    temperature: temperature at which that continuation is sampled; 0 takes the likeliest token.
     """
 
     every: int | None = None
@@ -123,8 +123,8 @@ class RunConfig(AnyRunConfig):
     samples:       the length in rows.
     tokens:        the length in tokens: data.sequence_length for each row.
     epochs:        the length in passes through the data; a fraction is legal.
-    remainder:     a short last window of an epoch or of the run: "pad" fills it up with rows of zeros, which a loss of
-                   your own must not count, "drop" leaves it out, "error" refuses it.
+    remainder:     a last update of an epoch or of the run with too few rows: "pad" fills it up with rows of
+                   zeros, which a loss of your own must not count, "drop" leaves it out, "error" refuses it.
     skip_updates:  numbers of updates, counted from 1, that consume their rows and change nothing.
     """
 
@@ -156,7 +156,8 @@ class OptimizerConfig:
     weight_decay:  the weight decay at the end of the run; it changes from `weight_decay_initial` to this value along
                    `weight_decay_ramp`.
     options:       further arguments of the optimizer, such as b1, b2, eps.
-    max_grad_norm: global norm to clip to; null does not clip. clip: "exact", or "torch" (+1e-6, as Megatron).
+    max_grad_norm: global norm to clip to; null does not clip.
+    clip:          "exact" divides by the norm, "torch" by the norm + 1e-6, as torch and Megatron do.
     sharding:      "data" cuts the state over the data replicas too (ZeRO-1), "gradients" the sum of gradients as
                    well (ZeRO-2: a reduce-scatter in every microbatch); "none" does neither.
     memory:        "host" keeps the state in the host's memory; each update moves it through the devices, layer by

@@ -46,7 +46,7 @@ class TransformerConfig:
     dropout:         rate on both residual branches of a layer, drawn per row; 0 for none.
     attention:       "auto": flash attention where it is supported, on GPUs "cudnn", on TPUs "splash"
                      (`jaxfb.models.attention.choose_backend`), else "xla"; or one of these.
-    pattern:         the kinds of a period of layers (`jaxfb.models.pattern.LayerKind`), which is repeated; () if
+    pattern:         the kinds of a period of layers (`jaxfb.models.pattern.LayerKind`), which is repeated; empty if
                      all layers are alike. A remainder of `num_layers` comes first, as leading layers.
     leading:         the kinds of layers before the first period, outside of the pipeline's stages.
     window:          attention sees a token itself and the window - 1 tokens before it (Mistral's sliding window);
@@ -78,11 +78,13 @@ class TransformerConfig:
     balance_coefficient:  coefficient of the balance loss of each sequence; the mean over layers of its mean over rows.
     batch_balance_coefficient: coefficient of the balance loss of the whole update: all its microbatches and
                           replicas together, counted in a forward pass before the backward (`jaxfb.models.balance`).
-    batch_balance_layers: "each" layer evenly used (the mean over layers), or all "together", as Mixtral's.
+    batch_balance_layers: "each": a loss for each layer, and their mean; "together": one loss of all layers' counts,
+                          as Mixtral's.
     router_z_coefficient: coefficient of the squared log normalizer of the router; the mean over layers and tokens.
     router_bias_rate:     after each update an expert's bias, which takes part in the choice and nowhere else,
                           goes up by this if it had fewer tokens than the mean, else down; 0: no bias.
-    router_bias:          there is such a bias though it does not move (an imported DeepSeek-V3's).
+    router_bias:          experts have the bias of `router_bias_rate` even where that is 0 and the bias stays as it is
+                          (an imported DeepSeek-V3's).
     router_groups:        experts are divided into so many groups (DeepSeek-V3).
     router_top_groups:    a token's experts are in so many of the groups, the best by the sum of their two best scores.
     expert_capacity:      None drops no token. A number c drops what an expert is sent beyond c times a
