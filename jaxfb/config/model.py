@@ -82,6 +82,7 @@ def check_sizes(source: str, sizes: Mapping[str, Any], given: Mapping[str, Any])
             continue
         if value is not None and value != sizes[name]:
             raise Refused(
-                f"[model] {name}={shown(value)} differs from {shown(sizes[name])}, that of from={source}; leave it out",
+                f"[model] {name}={shown(value)} differs from {shown(sizes[name])}, that of from={source}; leave the "
+                f"sizes out, on the command line by 'model={{from: {source}}}' in place of model.from",
                 [{name: sizes[name]}],
             )
