@@ -1545,7 +1545,7 @@ MUTATIONS = (
     Mutation(
         "a_late_signal_is_not_saved",
         "training/loop.py",
-        "            self._or_back(self._save_late)\n",
+        "        self._or_back(self._save_late)\n",
         "",
         "training/test_signal_phases.py::test_a_signal_in_an_evaluation_after_which_no_save_is_due_saves",
     ),

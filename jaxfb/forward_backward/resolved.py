@@ -144,22 +144,16 @@ def resolve(
     Raises:
       ValueError: the parameters do not fit the mesh or the options, or the plan's rows do not fit the head's placement.
     """
-    size, placement, schedule, layout = axis_size(mesh, "pipe"), None, None, None
-    if isinstance(model, Pipelined) and size > 1:
+    pipe_size, placement, schedule, layout = axis_size(mesh, "pipe"), None, None, None
+    if isinstance(model, Pipelined) and pipe_size > 1:
         placement = placement_for(mesh, options, model, params)
     specs = param_specs(mesh, options, model, params, placement)
     if placement is not None and not plan.by_tokens:  # the plan that it is arranged into is resolved again
-        schedule = options.schedule_for(size, plan.num_microbatches)
+        schedule = options.schedule_for(pipe_size, plan.num_microbatches)
         layout = layout_for(options, params, schedule)
-        check_rows(placement, plan.rows_per_microbatch, size)
-    if not isinstance(model, Pipelined):
-        _check_loss_fn(options)
-    elif size == 1 or layout is not None:
-        _check_layers(options, num_layers(params) if layout is None else layout.longest)
-    _check_halves(options, model)
+        check_rows(placement, plan.rows_per_microbatch, pipe_size)
     sums = grad_dtypes(options, params)
-    for dtype in sorted(set(jax.tree.leaves(sums)), key=str):
-        check_reduce_dtype(options.reduce_dtype, dtype)
+    _check_options(options, model, params, pipe_size, layout, sums)
     resolved = Resolved(
         mesh,
         options,
@@ -175,6 +169,29 @@ def resolve(
     )
     check_overlap(options.overlap_grad_reduce, isinstance(model, Pipelined), resolved.obstacle_to_overlap)
     return resolved
+
+
+def _check_options(
+    options: EngineOptions,
+    model: LossFn | Pipelined,
+    params: PyTree,
+    pipe_size: int,
+    layout: pipe.Layout | None,
+    sums: PyTree,
+) -> None:
+    """Raises ValueError for options that do not go with the model, its layers or the dtypes of its gradients.
+
+    layout: None without a pipeline, and in one for a plan of tokens that is not arranged yet.
+    """
+    if not isinstance(model, Pipelined):
+        _check_loss_fn(options)
+    elif layout is not None:
+        _check_layers(options, layout.longest)
+    elif pipe_size == 1:
+        _check_layers(options, num_layers(params))
+    _check_halves(options, model)
+    for dtype in sorted(set(jax.tree.leaves(sums)), key=str):
+        check_reduce_dtype(options.reduce_dtype, dtype)
 
 
 def _check_loss_fn(options: EngineOptions) -> None:

@@ -174,6 +174,18 @@ class _Loop:
 
     def _train(self) -> None:
         run_ = self._run
+        self._begin()
+        try:
+            self._updates()
+        except GuardAbort as error:
+            dumped = self._dumped(error)
+            advice = after_fault if isinstance(error, DeviceFault) else after_failures
+            raise type(error)(f"{error}; {advice(run_.newest_saved, again(run_))}{dumped}") from None
+        run_.wait_saved()
+
+    def _begin(self) -> None:
+        """Makes the state that a new run begins with, and sees that there is space to save it."""
+        run_ = self._run
         here.enter("initialization")
         if not run_.resumed:
             self._hosts.agree("what the run begins with", lambda: origins(run_.config))
@@ -185,24 +197,20 @@ class _Loop:
         self._hooks.on_train_start(run_)
         reach("start.ready")
         self._interrupt.begun = True
-        try:
-            run_.goodput.start()
-            if not run_.resumed and self._work.starts_with_evaluation:
-                self._evaluate()
-                self._save()
-            while not run_.finished and self._interrupt.signal is None and run_.stopped is None:
-                self._or_back(self._one)
-            self._or_back(self._save_late)
-            if self._guard.failed and run_.finished:
-                failed = self._guard.failed
-                raise NonFiniteAbort(
-                    f"[train] the last updates of the run, {failed} of them, were not finite"
-                )
-        except GuardAbort as error:
-            dumped = self._dumped(error)
-            advice = after_fault if isinstance(error, DeviceFault) else after_failures
-            raise type(error)(f"{error}; {advice(run_.newest_saved, again(run_))}{dumped}") from None
-        run_.wait_saved()
+
+    def _updates(self) -> None:
+        """Makes updates until the run is finished, or a signal or a callback ends it, and saves the last one."""
+        run_ = self._run
+        run_.goodput.start()
+        if not run_.resumed and self._work.starts_with_evaluation:
+            self._evaluate()
+            self._save()
+        while not run_.finished and self._interrupt.signal is None and run_.stopped is None:
+            self._or_back(self._one)
+        self._or_back(self._save_late)
+        if self._guard.failed and run_.finished:
+            failed = self._guard.failed
+            raise NonFiniteAbort(f"[train] the last updates of the run, {failed} of them, were not finite")
 
     def _dumped(self, error: GuardAbort) -> str:
         """Returns how to compute the update again that a guard has ended the run at, once a dump of it is written.
