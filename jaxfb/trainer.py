@@ -19,7 +19,7 @@ import optax
 
 from jaxfb import gradients
 from jaxfb.callbacks import Callback, checked
-from jaxfb.checkpoint.store import CannotWrite
+from jaxfb.checkpoint.cannot_write import CannotWrite
 from jaxfb.config import Config, CustomConfig, config_from_dict, load_config, refuse_own_model
 from jaxfb.config.operation import HostsConfig
 from jaxfb.data import load_tokenizer, prepare
@@ -35,7 +35,7 @@ from jaxfb.training.compile_cache import use_compile_cache
 from jaxfb.training.custom import Custom, described, make_custom
 from jaxfb.training.evaluate import HeldOut
 from jaxfb.training.guard import DeviceFault, GuardAbort, NonFiniteAbort, SpikeAbort
-from jaxfb.training.hosts import Hosts, LostProcess
+from jaxfb.training.hosts import Hosts
 from jaxfb.training.open_mesh import with_mesh
 from jaxfb.training.origins import of_model
 from jaxfb.training.parameters import newest_params
@@ -44,6 +44,7 @@ from jaxfb.training.replay import Replay, replay
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.session import Result
 from jaxfb.training.setup import Setup, make_setup
+from jaxfb.training.watch import LostProcess
 from jaxfb.training.work import Work
 
 __all__ = [

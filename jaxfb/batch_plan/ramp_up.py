@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, cast
 
-from jaxfb.batch_plan.refusal import MOST_ROWS, PlanError, nearest, not_negative, offer, positive_int, shown
+from jaxfb.batch_plan.refusal import MOST_ROWS, PlanError, nearest, not_negative, offer, positive_int
+from jaxfb.refusal import shown
 
 _MOST_STEPS = 10_000
 _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}

@@ -14,7 +14,8 @@ from jaxfb.checking.difference import Difference, compare
 from jaxfb.checking.optimizers import OneUpdate, Update, optimizer_of
 from jaxfb.checking.problem import Problem
 from jaxfb.checking.reference import Answer, OneDevice, keys_of_rows, values_of
-from jaxfb.update.train_step import StepMetrics, TrainState, TrainStep, make_train_step
+from jaxfb.update.train_state import StepMetrics, TrainState
+from jaxfb.update.train_step import TrainStep, make_train_step
 
 PyTree = Any
 

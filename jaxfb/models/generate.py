@@ -37,7 +37,7 @@ from jaxfb.models.layers import Outer, statistics_dtype
 from jaxfb.models.pattern import LEADING, layer_name, stack_of
 from jaxfb.models.pick import Pick
 from jaxfb.models.transformer import init_params
-from jaxfb.parallel.context import within_window
+from jaxfb.parallel.online_softmax import within_window
 from jaxfb.refusal import instance, integer
 from jaxfb.types import outer_params
 

@@ -31,7 +31,8 @@ from jaxfb.training.from_config.plans import run_plan, train_plan
 from jaxfb.training.from_config.sizes import built_in, check_attention
 from jaxfb.training.from_config.sizes import model_sizes as sizes_of
 from jaxfb.training.setup import Setup
-from jaxfb.update.train_step import TrainState, TrainStep
+from jaxfb.update.train_state import TrainState
+from jaxfb.update.train_step import TrainStep
 
 PyTree = Any
 LEAVES = {

@@ -25,7 +25,8 @@ from jaxfb.rl.start import Base, check_packing
 from jaxfb.training.from_config.dtypes import param_dtype
 from jaxfb.training.from_config.options import step_options
 from jaxfb.types import Pipelined
-from jaxfb.update.train_step import TrainState, make_train_step
+from jaxfb.update.train_state import TrainState
+from jaxfb.update.train_step import make_train_step
 
 PyTree = Any
 SEED = 1  # folded into the run's, so that a random critic is not the random policy

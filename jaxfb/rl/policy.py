@@ -46,7 +46,8 @@ from jaxfb.training.from_config.dtypes import compute_dtype, param_dtype
 from jaxfb.training.machine import check_sampler, check_table
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.update.pipeline_state import in_model_order
-from jaxfb.update.train_step import StepMetrics, TrainState, TrainStep
+from jaxfb.update.train_state import StepMetrics, TrainState
+from jaxfb.update.train_step import TrainStep
 
 PyTree = Any
 WITHOUT_SIGNAL = "rollouts_without_signal"

@@ -31,7 +31,8 @@ from jaxfb.rl.work import PostTraining, flat
 from jaxfb.training.from_config.options import step_options
 from jaxfb.training.machine import check_table
 from jaxfb.training.run_dir import RunDirectory
-from jaxfb.update.train_step import StepMetrics, TrainState, TrainStep, make_train_step
+from jaxfb.update.train_state import StepMetrics, TrainState
+from jaxfb.update.train_step import TrainStep, make_train_step
 
 PyTree = Any
 TERM = "cross_entropy"

@@ -18,7 +18,7 @@ from jaxfb.training.from_config.sizes import abstract_params, config_with_model
 from jaxfb.training.parameters import carry_from
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.work import Work
-from jaxfb.update.train_step import TrainState
+from jaxfb.update.train_state import TrainState
 
 PyTree = Any
 

@@ -21,7 +21,8 @@ from jaxfb.forward_backward import Microbatches, specs_of, split
 from jaxfb.forward_backward.microbatches import row_keys, rows_spec, split_keys
 from jaxfb.parallel.sharding import shardings
 from jaxfb.refusal import Refused
-from jaxfb.update.train_step import TrainState, TrainStep
+from jaxfb.update.train_state import TrainState
+from jaxfb.update.train_step import TrainStep
 
 PyTree = Any
 HostBatch = dict[str, np.ndarray]

@@ -30,8 +30,8 @@ from jaxfb.training.windowed_work import WindowedWork
 from jaxfb.training.work import Say, Table
 from jaxfb.types import LossFn, Pipelined
 from jaxfb.update.arguments import check_init_function
-from jaxfb.update.train_state import is_init_function
-from jaxfb.update.train_step import StepMetrics, TrainStep, make_train_step
+from jaxfb.update.train_state import StepMetrics, is_init_function
+from jaxfb.update.train_step import TrainStep, make_train_step
 
 PyTree = Any
 Params = PyTree | Callable[[jax.Array], PyTree]

@@ -15,7 +15,7 @@ from jaxfb.optim import DynamicLossScale
 from jaxfb.parallel.totals import finite
 from jaxfb.process.exit_codes import FAULTY, GAVE_UP
 from jaxfb.training.from_config.dtypes import loss_scale
-from jaxfb.update.train_step import StepMetrics
+from jaxfb.update.train_state import StepMetrics
 
 SHOWN = 4
 

@@ -20,7 +20,7 @@ from jaxfb.training.guard import DeviceFault, GuardAbort, SkipGuard, SpikeAbort,
 from jaxfb.training.rerun import update_twice
 from jaxfb.training.session import Run
 from jaxfb.training.spike_guard import SCORE, SpikeGuard
-from jaxfb.update.train_step import StepMetrics
+from jaxfb.update.train_state import StepMetrics
 
 
 class Spike(Exception):

@@ -13,7 +13,7 @@ from jaxfb.display import Progress
 from jaxfb.metrics import Throughput, arrays, make_writers, scalars
 from jaxfb.process.os_errors import FULL
 from jaxfb.training.session import PHASES, Run
-from jaxfb.update.train_step import StepMetrics
+from jaxfb.update.train_state import StepMetrics
 
 
 class Log(Callback):

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from jaxfb.callbacks import CHANGE, Callback, combine
-from jaxfb.checkpoint.store import CannotWrite
+from jaxfb.checkpoint.cannot_write import CannotWrite
 from jaxfb.config.operation import HostsConfig
 from jaxfb.display import print_table
 from jaxfb.forward_backward.arguments import deleted_leaf
@@ -44,7 +44,7 @@ from jaxfb.training.run_lock import RunLock, claim
 from jaxfb.training.session import Result, Run
 from jaxfb.training.undo import Undo
 from jaxfb.training.work import Work
-from jaxfb.update.train_step import StepMetrics
+from jaxfb.update.train_state import StepMetrics
 
 MakeWork = Callable[[Any, Hosts], Work]
 OWN = ("data_wait", "callbacks", "logging")  # phases in which a process does not wait for others

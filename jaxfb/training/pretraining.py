@@ -29,7 +29,8 @@ from jaxfb.training.session import Run
 from jaxfb.training.setup import Setup
 from jaxfb.training.windowed_work import WindowedWork
 from jaxfb.training.work import Say, Table
-from jaxfb.update.train_step import StepMetrics, TrainStep
+from jaxfb.update.train_state import StepMetrics
+from jaxfb.update.train_step import TrainStep
 
 PyTree = Any
 

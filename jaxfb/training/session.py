@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jaxfb.checkpoint.store import CannotWrite, CheckpointStore
+from jaxfb.checkpoint.cannot_write import CannotWrite
+from jaxfb.checkpoint.store import CheckpointStore
 from jaxfb.checkpoint.together import gathered
 from jaxfb.config import config_to_dict
 from jaxfb.process.fault_points import reach

@@ -19,8 +19,8 @@ from jaxfb.training.log import named_numbers
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.session import Run
 from jaxfb.update.pipeline_state import in_model_order
-from jaxfb.update.train_state import Limits
-from jaxfb.update.train_step import StepMetrics, TrainState, TrainStep
+from jaxfb.update.train_state import Limits, StepMetrics, TrainState
+from jaxfb.update.train_step import TrainStep
 
 PyTree = Any
 Say = Callable[[str], None]
