@@ -104,7 +104,7 @@ def manual_axes(mesh: Mesh) -> tuple[str, ...]:
 
 
 def data_parallel(mesh: Mesh | None) -> int:
-    """Returns number of replicas: data * fsdp * expert, and those of a smaller context axis (`with_context`)."""
+    """Returns the number of replicas: data * fsdp * expert, and those of a smaller context axis (`with_context`)."""
     return axis_size(mesh, *REPLICA_AXES)
 
 

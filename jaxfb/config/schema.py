@@ -83,7 +83,7 @@ def _check_kind(fields: Mapping[str, _Field], values: Mapping[str, Any], key: st
         if name in values:  # a wrong name of the kind is refused instead
             _value(fields[name], values[name], f"{section}.{name}", root)
     given = " and ".join(f"{section}.{name}={as_written(values[name])}" for name in fields if name in values)
-    raise ConfigError(f"[config] {key} is no key of a {section} with {given}; it has {', '.join(fields)}")
+    raise ConfigError(f"[config] {key} is not a key of a {section} with {given}; it has {', '.join(fields)}")
 
 
 def without_aliases(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -101,7 +101,7 @@ def check_target(path: str | Path) -> None:
             f"[generate] --out {file} is a directory; give a file in it, such as {file / 'answers.jsonl'}"
         )
     if not file.parent.is_dir():
-        raise Refused(f"[generate] --out {file} is in {file.parent}, which is no directory; make it first")
+        raise Refused(f"[generate] --out {file} is in {file.parent}, which is not a directory; make it first")
 
 
 def write_answers(path: str | Path, prompts: Sequence[Prompt], found: Sequence[list[str]]) -> None:

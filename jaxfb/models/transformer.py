@@ -244,7 +244,7 @@ def _of_period(outs: Sequence[LossOutput]) -> LossOutput:
 
 
 def _shares_rows(outer: dict) -> dict:
-    """Returns tree like `outer` of bool: the leaves that each stage uses for its own rows."""
+    """Returns a tree of bool like `outer`: the leaves that each stage uses for its own rows."""
     return {
         name: jax.tree.map(lambda _, n=name: n in (mtp.NAME, LEADING), leaves)
         for name, leaves in outer.items()

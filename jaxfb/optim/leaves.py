@@ -26,5 +26,5 @@ def is_stacked(path: tuple) -> bool:
 
 
 def layer_ndim(path: tuple, leaf: jax.Array) -> int:
-    """Returns number of dimensions the leaf has in one layer: a stacked leaf's leading num_layers is not counted."""
+    """Returns the number of dimensions of a leaf in one layer, without the leading num_layers of a stacked one."""
     return jnp.ndim(leaf) - is_stacked(path)

@@ -56,12 +56,15 @@ def zigzag(length: int, size: int) -> np.ndarray:
 
 
 def size_here() -> int:
-    """Returns number of devices a sequence is cut over where this is traced; 1 outside a mesh that cuts it."""
+    """Returns the number of devices that a sequence is cut over where this is traced; 1 outside a mesh that cuts it."""
     return manual_size(AXIS)
 
 
 def token_index(length: int, device: jax.Array | None = None) -> jax.Array:
-    """Places in the whole sequence of the `length` tokens that `device` (this one by default) holds: i32[length]."""
+    """Returns the places in the whole sequence of the `length` tokens that `device` holds: i32[length].
+
+    device: None is this one.
+    """
     size = size_here()
     if size == 1:
         return jnp.arange(length)

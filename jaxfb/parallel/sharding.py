@@ -25,7 +25,7 @@ PyTree = Any
 def param_specs(
     params: PyTree, mesh: Mesh, tensor_specs: PyTree = None, pipe_dims: PyTree = None, stacked: bool = False
 ) -> PyTree:
-    """Returns PartitionSpec of every parameter: tensor dims as the model annotates them, one further dim in shards.
+    """Returns the PartitionSpec of every parameter: tensor dims as annotated, one further dim in shards.
 
     Shards are over fsdp, expert and context together, those of experts over fsdp and context; of a leaf in which these
     divide no free dim, over fewer of them. The dim is one that they divide and tensor leaves free, of those whose
@@ -61,7 +61,7 @@ def param_specs(
 
 
 def optimizer_specs(specs: PyTree, params: PyTree, mesh: Mesh, axis: str = "data") -> PyTree:
-    """Returns ZeRO-1: the specs of gradients and optimizer state, with one more dim cut over `axis`."""
+    """Returns the specs of gradients and optimizer state under ZeRO-1: one more dim is cut over `axis`."""
     return jax.tree.map(lambda leaf, spec: _add_axes(leaf.shape, spec, (axis,), mesh), params, specs)
 
 

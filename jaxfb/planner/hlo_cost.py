@@ -47,7 +47,7 @@ class Cost:
 
     @property
     def exposed_seconds(self) -> float:
-        """Returns time in which nothing runs but collectives and transfers from and to the host."""
+        """Returns the time in which nothing runs but collectives and transfers from and to the host."""
         return sum(one.exposed_seconds for one in self.traffic.values())
 
     @property

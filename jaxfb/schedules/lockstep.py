@@ -31,7 +31,7 @@ def group_sizes(num_stages: int, num_microbatches: int) -> list[int]:
 
 
 def queue(num_stages: int, num_microbatches: int, num_chunks: int) -> dict[tuple[int, int], int]:
-    """Returns position of each (microbatch, nth chunk visited), in order of position."""
+    """Returns the position of each (microbatch, nth chunk visited), in order of position."""
     return queue_of(group_sizes(num_stages, num_microbatches), num_stages, num_chunks)
 
 

@@ -298,7 +298,7 @@ def test_training_needs_no_standard_output(calls, monkeypatch):
     "out, sentence",
     [
         (".", "--out . is a directory; give a file in it"),
-        ("nowhere/a.jsonl", "which is no directory; make it first"),
+        ("nowhere/a.jsonl", "which is not a directory; make it first"),
     ],
 )
 def test_answers_that_cannot_be_written_are_not_computed(tmp_path, monkeypatch, capsys, out, sentence):

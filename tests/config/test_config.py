@@ -68,7 +68,7 @@ REFUSED = [
     ("model={name: llama, num_layers: 2}", r"model\.name='llama' must be one of transformer, or your own"),
     (
         "model={name: 'os:getcwd', num_layers: 2}",
-        r"model\.num_layers is no key of a model with model\.name='os:getcwd'; it has name, options, vocab_size",
+        r"model\.num_layers is not a key of a model with model\.name='os:getcwd'; it has name, options, vocab_size",
     ),
     ("mesh.tp=-1", r"only one size may be -1 .* data, tensor; give mesh\.data a number"),
     ("run.epochs=2", r"exactly one .* set run\.updates=null or run\.epochs=null"),
