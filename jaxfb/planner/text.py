@@ -110,8 +110,10 @@ def memory_table(verdict: Verdict) -> Iterator[str]:
             yield f"  {name:<24}{_gb(ours):>12}" + (f"{_gb(theirs):>12}" if theirs else "")
     if counted.host:
         yield f"  {'in the memory of the host':<24}{_gb(counted.host):>11} of optimizer state{_price(verdict)}"
+    if verdict.phases:
+        yield "  at other times, instead of the temporaries:"
     for name, size in verdict.phases.items():
-        yield f"  in place of the temporaries, {PHASES.get(name, name)}: {_gb(size)}"
+        yield f"    {PHASES.get(name, name)}: {_gb(size)}"
 
 
 def _work(verdict: Verdict) -> Iterator[str]:

@@ -171,4 +171,4 @@ def test_each_width_of_rows_is_sized_on_its_own_context_devices(capsys):
     assert verdict.needed >= verdict.estimate.arguments + max(verdict.phases.values())
     assert main(["plan", "sft", *asked, "--topology", "v5e:2x4", "--no-compile"]) == 0
     page = capsys.readouterr().out
-    assert all(f"in place of the temporaries, {name}" in page and f"  {name}: " in page for name in names)
+    assert all(f"\n    {name}" in page and f"  {name}: " in page for name in names)
