@@ -1543,6 +1543,20 @@ MUTATIONS = (
         "data/test_damage.py::test_a_file_that_is_cut_between_the_look_at_it_and_its_reading_is_refused_too",
     ),
     Mutation(
+        "a_change_of_a_config_writes_into_what_it_is_given",
+        "rl/advice.py",
+        "{**(node.get(section) or {})}",
+        "node.get(section) or {}",
+        "rl/test_checks.py::test_a_change_of_a_config_leaves_the_values_it_was_given_as_they_are",
+    ),
+    Mutation(
+        "an_unknown_method_of_attention_computes_the_plain_formula",
+        "parallel/context.py",
+        '    choice("method", method, METHODS, who="context_attention:")\n',
+        "",
+        "parallel/test_context.py::test_an_unknown_method_is_refused_on_one_device_too",
+    ),
+    Mutation(
         "a_late_signal_is_not_saved",
         "training/loop.py",
         "        self._or_back(self._save_late)\n",

@@ -29,6 +29,12 @@ def test_zigzag_gives_every_device_an_early_and_a_late_piece():
         context.zigzag(20, 4)
 
 
+def test_an_unknown_method_is_refused_on_one_device_too():
+    heads = jnp.zeros((1, 4, 2, 4))
+    with pytest.raises(ValueError, match="method must be one of 'ring', .*; did you mean 'ring'"):
+        context.context_attention(heads, heads, heads, segments=None, method="rign")
+
+
 @pytest.mark.parametrize(
     "size, window",
     [
