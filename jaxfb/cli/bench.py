@@ -53,7 +53,7 @@ def run(name: str | None, arguments: list[str]) -> int:
     if name is None:
         for known_name, text in known.items():
             print(f"{known_name:<24}{text}")
-        print(f"{'report':<24}docs/performance.md from benchmarks/results/*.json")
+        print(f"{'report':<24}Writes docs/performance.md from benchmarks/results/*.json.")
         return 0
     if name not in (*known, "report"):
         close = difflib.get_close_matches(name, [*known, "report"], n=1)

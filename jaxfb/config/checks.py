@@ -55,7 +55,7 @@ def one_length(
     if len(given) == 1:
         return
     values = ", ".join(f"{name}={value}" for name, value in given.items()) or "none"
-    choices = [{other: None for other in given if other != name} for name in reversed(given)] or [usual]
+    choices = [{other: None for other in given if other != name} for name in reversed([*given])] or [usual]
     words = (
         " and ".join(f"{section}.{name}={value or 'null'}" for name, value in one.items()) for one in choices
     )

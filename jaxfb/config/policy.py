@@ -142,7 +142,7 @@ class RolloutConfig:
 class AdvantageConfig:
     """Settings of how rewards become advantages, once a rollout, before rows are split.
 
-    name:    an estimator of `losses.estimators`; "gae" needs a critic.
+    name:    how advantages are estimated (docs/policy_losses.md); "gae" needs a critic.
     gamma:   discount (gae, reinforce_plus_plus). lam: trace decay of gae.
     whiten:  gae: mean 0, standard deviation 1 over all counted tokens.
     """
@@ -164,11 +164,11 @@ class AdvantageConfig:
 class PolicyConfig:
     """The objective: a surrogate by name with its options, how tokens are averaged, and the two side terms.
 
-    surrogate:     the loss of one token, see `losses.surrogates`. options: the surrogate's settings, such as clip_low.
+    surrogate:     the loss of one token (docs/policy_losses.md). options: the surrogate's settings, such as clip_low.
     aggregation:   how losses of tokens become one number; null: the surrogate's own way.
     scale:         divisor of "seq-mean-token-sum-norm".
     kl_coef:       coefficient of the KL to the reference as a term of the loss; 0: none.
-    kl_estimator:  estimator of that KL at each token, see `losses.kl`.
+    kl_estimator:  estimator of that KL at each token (docs/policy_losses.md).
     entropy_coef:  coefficient of the entropy bonus; below 0 it penalizes entropy, as in `PolicyLoss`.
     """
 
@@ -188,7 +188,7 @@ class PolicyConfig:
 class RewardConfig:
     """The KL to the reference taken off the reward of each token.
 
-    kl_estimator: estimator of the KL at each token, see `losses.kl_penalty`.
+    kl_estimator: estimator of the KL at each token (docs/policy_losses.md).
     kl_coef: coefficient of the KL in the reward; 0: none.
     target: KL in nats a token that the coefficient is steered to; null: the coefficient stays as it is.
     horizon: rows over which an error of 20 % changes kl_coef by a fifth; must be above a fifth of a rollout's rows.

@@ -166,7 +166,7 @@ class PreferencesConfig(ItemsConfig):
 
     beta:            how strongly the policy is held to the reference.
     label_smoothing: share of pairs whose labels are taken to be wrong.
-    kind:            "sigmoid" (DPO), "ipo", "hinge" or "robust", see `losses.preference`.
+    kind:            "sigmoid" (DPO), "ipo", "hinge" or "robust"; see docs/policy_losses.md.
     sequence_length: tokens of a row, which holds both conversations of a pair: half of it is each one's limit.
     """
 

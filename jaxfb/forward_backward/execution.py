@@ -232,7 +232,7 @@ class Execution:
             return layer_output(model.layer(gather(shards), hidden, microbatch, rng))
 
         def of_piece(shards, hidden, given, rng):
-            assert model.layer_piece is not None  # `check_pieces` refuses a model without
+            assert model.layer_piece is not None  # `check_offers_pieces` refuses a model without
             arguments = gather(shards), hidden, given.microbatch, rng, given.piece
             return piece_output(model.layer_piece(*arguments))
 

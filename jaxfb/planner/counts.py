@@ -267,7 +267,7 @@ _STATES: dict[str, float] = {}
 
 def rows_per_microbatch(config: Config) -> int:
     """Returns the rows of a replica's microbatch, which are known once the layout is."""
-    assert config.batch.rows_per_microbatch is not None  # `make_verdict` fills it in
+    assert config.batch.rows_per_microbatch is not None  # filled in once a layout has a plan
     return config.batch.rows_per_microbatch
 
 
