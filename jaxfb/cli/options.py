@@ -67,7 +67,7 @@ EXAMPLES = {
     "eval": "jaxfb eval runs/quickstart",
     "generate": 'jaxfb generate runs/quickstart --prompt "class Queue:"',
     "chat": "jaxfb chat runs/quickstart",
-    "replay": "jaxfb replay runs/quickstart/dumps/update-100",
+    "replay": "jaxfb replay runs/quickstart/dumps/update-000100",
     "launch": "jaxfb launch --processes 2 train quickstart",
     "check": "jaxfb check quickstart mesh.pipe=2",
     "schedule": "jaxfb schedule --pipe 4 --microbatches 8 --compare",

@@ -129,7 +129,9 @@ def read_dump(path: str | Path) -> Dump:
     path = Path(path)
     file = path / "dump.json" if path.is_dir() else path
     if not file.is_file():
-        raise Missing(f"[replay] {path} is not a dump; use a directory RUN/dumps/update-N")
+        there = sorted([*path.glob("dumps/update-*"), *path.parent.glob("update-*")])
+        known = f" such as {there[-1]}" if there else " that a guard left when it ended a run"
+        raise Missing(f"[replay] {path} is not a dump; use a directory RUN/dumps/update-N{known}")
     try:
         values = json.loads(file.read_text())
         if values.pop("format") != FORMAT:

@@ -47,3 +47,12 @@ def test_a_layer_whose_parameters_went_bad_is_named(tmp_path, capsys):
 def test_a_wrong_path_is_one_sentence(tmp_path, capsys):
     assert main(["replay", str(tmp_path)]) == 2
     assert "is not a dump; use a directory RUN/dumps/update-N" in capsys.readouterr().err
+
+
+def test_a_run_in_place_of_its_dump_is_answered_with_the_dump(tmp_path, capsys):
+    dump = tmp_path / "dumps" / "update-000005"
+    dump.mkdir(parents=True)
+    (dump / "dump.json").touch()
+    for wrong in (tmp_path, tmp_path / "dumps" / "update-5"):
+        assert main(["replay", str(wrong)]) == 2
+        assert f"use a directory RUN/dumps/update-N such as {dump}\n" in capsys.readouterr().err
