@@ -54,7 +54,7 @@ def clip_by_global_norm(
     convention: "exact", min(1, max_norm / norm), as optax; "torch", min(1, max_norm / (norm + 1e-6)), as
                 Megatron too.
     """
-    check_clipping(max_norm, convention)
+    check_clipping(max_norm, convention, ("max_norm", "convention"))
     if max_norm is None:
         return grads, jnp.ones_like(norm)
     max_norm = float(max_norm)
@@ -62,18 +62,26 @@ def clip_by_global_norm(
     return jax.tree.map(lambda g: g * coefficient.astype(g.dtype), grads), coefficient
 
 
-def check_clipping(max_norm: float | None, convention: str = "exact") -> None:
-    """Raises ValueError for what `clip_by_global_norm` cannot do; to be called before anything is traced."""
+def check_clipping(
+    max_norm: float | None,
+    convention: str = "exact",
+    names: tuple[str, str] = ("max_grad_norm", "clip_convention"),
+) -> None:
+    """Raises ValueError for what `clip_by_global_norm` cannot do; to be called before anything is traced.
+
+    names: what the caller calls the two arguments.
+    """
+    norm_name, convention_name = names
     real = isinstance(max_norm, Real) and not isinstance(max_norm, bool)
     if max_norm is not None and not (real and 0 < max_norm <= LARGEST):
         raise Refused(
-            f"max_grad_norm must be positive and finite, got {shown(max_norm)}; use None to disable clipping",
-            [{"max_grad_norm": None}],
+            f"{norm_name} must be positive and finite, got {shown(max_norm)}; use None to disable clipping",
+            [{norm_name: None}],
         )
     if not isinstance(convention, str) or convention not in ("exact", "torch"):
         raise Refused(
-            f'clip_convention must be "exact" or "torch", got {shown(convention)}; use "exact"',
-            [{"clip_convention": "exact"}],
+            f'{convention_name} must be "exact" or "torch", got {shown(convention)}; use "exact"',
+            [{convention_name: "exact"}],
         )
 
 

@@ -77,7 +77,7 @@ def _layer_elements(program, times=1):
     [
         ({"fsdp_gather": 0}, "fsdp_gather must be a positive integer, got 0"),
         ({"fsdp_gather": True}, "fsdp_gather must be one of 'layer', 'step', got True"),
-        ({"fsdp_gather": 5}, "fsdp_gather=5 .* a stage has 4; use 4"),
+        ({"fsdp_gather": 5}, "fsdp_gather=5 .* a stage has 4; use fsdp_gather=4"),
         ({"fsdp_gather": 2, "optimizer_sharding": "gradients"}, 'use fsdp_gather="layer"'),
     ],
     ids=str,
