@@ -18,6 +18,8 @@ except (ImportError, AttributeError):  # private names of Orbax; without them it
     _WAITING, _NUMBERS = (), None
 
 LOOK = 0.2  # seconds between two looks
+LONGEST_END = 60.0
+"""Seconds that the next save waits for what a failed one is still writing."""
 
 
 class SaveThreads:
@@ -28,6 +30,7 @@ class SaveThreads:
 
     def __init__(self) -> None:
         self._first, self._end = _next_operation(), None
+        self._ending: threading.Thread | None = None
 
     def begun(self) -> None:
         """Takes the operations until now for those of the save; later ones are not."""
@@ -50,7 +53,16 @@ class SaveThreads:
                     future.set_signals(thread._receive_signals, operation_id=thread._operation_id)
                 time.sleep(LOOK)
 
-        threading.Thread(target=end, name="jaxfb abandoned save", daemon=True).start()
+        self._ending = threading.Thread(target=end, name="jaxfb abandoned save", daemon=True)
+        self._ending.start()
+
+    def wait_until_ended(self) -> None:
+        """Returns when the threads that were to end have done so, or after a while.
+
+        Until then they may make directories and files of the save, which are in the way of another one of that step.
+        """
+        if self._ending is not None:
+            self._ending.join(LONGEST_END)
 
 
 def _next_operation() -> int:

@@ -243,6 +243,7 @@ class CheckpointStore(SavedSteps):
                 writer.close()
 
     def _open_writer(self) -> ocp.training.Checkpointer:
+        self._threads.wait_until_ended()
         self._clear()
         watch_renames(self.directory)
         logging.getLogger("absl").addFilter(write_errors)

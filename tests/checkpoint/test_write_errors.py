@@ -6,6 +6,8 @@ import os
 import resource
 import sys
 import threading
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -182,6 +184,32 @@ def test_a_save_right_after_one_that_failed_is_written(tmp_path, monkeypatch):
                 store.save(step, STATE, {})
             store.save(step, STATE, {})
     assert store.steps() == [1, 2, 3]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_save_waits_for_what_a_failed_one_of_that_step_is_still_writing(tmp_path, monkeypatch):
+    """The failed one made its directories again after they were removed, and the next found them in the way."""
+    begun = threading.Event()
+
+    def slowly(path, *arguments, made=os.makedirs, **named):
+        if Path(path).name == "array_metadatas":  # of the failed save, in the directory of the step
+            begun.set()
+            time.sleep(0.2)
+        elif begun.is_set():  # of the next save, later
+            time.sleep(0.4)
+        made(path, *arguments, **named)
+
+    def fails(leaves):
+        begun.wait(60)
+        raise jax.errors.JaxRuntimeError("a device is lost")
+
+    monkeypatch.setattr(os, "makedirs", slowly)
+    with CheckpointStore(tmp_path) as store:
+        with monkeypatch.context() as patch, pytest.raises(jax.errors.JaxRuntimeError):
+            patch.setattr(checkpoint, "checksums", fails)
+            store.save(1, STATE, {})
+        store.save(1, STATE, {})
+    assert store.steps() == [1]
 
 
 class Interrupted(BaseException):
