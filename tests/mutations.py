@@ -176,6 +176,20 @@ MUTATIONS = (
         "misuse/test_misuse_step.py::test_an_optimizer_whose_results_are_not_like_the_parameters_is_refused",
     ),
     Mutation(
+        "a_chain_fails_where_a_member_takes_fewer_arguments",
+        "update/extra_arguments.py",
+        "return updated(optimizer, grads, state, params, **fewer)",
+        "raise",
+        "update/test_step_law.py::test_an_optimizer_that_asks_for_the_loss_is_given_it",
+    ),
+    Mutation(
+        "a_policy_that_equals_its_reference_is_moved_by_their_distance",
+        "losses/kl.py",
+        "return numpy.maximum(difference, -difference)",
+        "return numpy.abs(difference)",
+        "losses/test_kl.py::test_a_policy_that_equals_its_reference_is_moved_by_no_estimator_but_k1",
+    ),
+    Mutation(
         "a_tuple_of_arrays_is_a_sequence_of_rows",
         "training/own_rows.py",
         "if type(data) is tuple and data and",

@@ -46,7 +46,7 @@ def kl_values(numpy: ModuleType, difference, estimator: str):
     if estimator == "k1":
         return difference
     if estimator == "abs":
-        return numpy.abs(difference)
+        return numpy.maximum(difference, -difference)  # the gradient of abs at 0 would be 1
     if estimator == "k2":
         return difference**2 / 2
     clamped = numpy.clip(difference, -20, 20)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxfb.losses.kl import AdaptiveKL, kl_in_reward, kl_penalty
+from jaxfb.losses.kl import KL_ESTIMATORS, AdaptiveKL, kl_in_reward, kl_penalty
 
 SAME = {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "low_var_kl+": "k3+"}
 
@@ -30,6 +30,15 @@ def test_estimators_and_their_gradients(golden):
             np.testing.assert_allclose(-2 * rewards, mask * np.array(expected["per_token"]), atol=1e-12)
             kl, tokens = -2 * rewards.sum(1), np.array(mask).sum(1)
             np.testing.assert_allclose(mean, (kl[tokens > 0] / tokens[tokens > 0]).mean(), rtol=1e-12)
+
+
+def test_a_policy_that_equals_its_reference_is_moved_by_no_estimator_but_k1():
+    """As at the first update of a run; JAX's gradient of |0| is 1, PyTorch's 0."""
+    log_probs = jnp.array([-1.0, -0.5])
+    for name in KL_ESTIMATORS:
+        value, grad = jax.value_and_grad(lambda x, name=name: kl_penalty(x, log_probs, name).sum())(log_probs)
+        assert value == 0
+        np.testing.assert_array_equal(grad, 1 if name == "k1" else 0, err_msg=name)
 
 
 def test_adaptive_controller(golden):
