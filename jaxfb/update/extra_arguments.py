@@ -20,7 +20,8 @@ def updated(
 ) -> tuple[PyTree, PyTree]:
     """Returns (updates, state) of `optimizer.update`.
 
-    more: extra arguments, such as the loss as `value`; those that its signature does not have are left out.
+    more: extra arguments, such as the loss as `value`; those that it does not take are left out, and so are those that
+      a member of a chain does not take.
 
     Raises:
       ValueError: it needs others, as a line search does, or returns what is not like parameters and state.
@@ -32,11 +33,16 @@ def updated(
     try:
         updates, new = update(grads, state, params, **more)
     except (TypeError, ValueError) as error:
+        if unknown := [name for name in more if f"unexpected keyword argument '{name}'" in str(error)]:
+            # a chain takes any argument, and hands each to all of its members
+            fewer = {name: value for name, value in more.items() if name not in unknown}
+            return updated(optimizer, grads, state, params, **fewer)
         if not any(words in str(error) for words in _MISSING):
             raise
+        *names, last = ("gradients", "parameters", *more)
         raise Refused(
-            f"the optimizer needs arguments beside gradients, parameters, value and samples ({error}); use one that "
-            "does not, such as optax.lbfgs(linesearch=None) in place of optax.lbfgs()"
+            f"the optimizer needs arguments beside {', '.join(names)} and {last} ({error}); use one that does not, "
+            "such as optax.lbfgs(linesearch=None) in place of optax.lbfgs()"
         ) from error
     check_updated(updates, new, params, state)
     return updates, new

@@ -72,12 +72,26 @@ def test_whatever_of_the_state_is_like_a_parameter_lives_as_its_gradient(name):
         assert {leaf.sharding.spec for leaf in matrices(state.opt_state)} == {of_moment}
 
 
-@pytest.mark.parametrize("name", ["polyak_sgd", "reduce_on_plateau", "sam"])
+_BY_VALUE = optax.GradientTransformationExtraArgs(
+    lambda params: optax.EmptyState(),
+    lambda updates, state, params=None, *, value: (
+        jax.tree.map(lambda u: u * value.astype(u.dtype), updates),
+        state,
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    "name", ["polyak_sgd", "reduce_on_plateau", "sam", "a chain with sam", "a chain that reads the loss"]
+)
 def test_an_optimizer_that_asks_for_the_loss_is_given_it(name):
     optimizer = {
         "polyak_sgd": optax.polyak_sgd(0.1),
         "reduce_on_plateau": optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1)),
         "sam": optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05)),  # takes another argument and no others
+        # a chain takes every argument, and hands them on to members that do not
+        "a chain with sam": optax.chain(optax.clip(1.0), optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05))),
+        "a chain that reads the loss": optax.chain(optax.sgd(0.1), _BY_VALUE),
     }[name]
     batches = [batch_of(seed) for seed in range(3)]
     plan = BatchPlan(rows=ROWS, num_microbatches=2)
@@ -85,7 +99,11 @@ def test_an_optimizer_that_asks_for_the_loss_is_given_it(name):
     state = step.init(params_of())
     for batch in batches:
         state, _ = step(state, batch)
-    more = () if name == "sam" else ("value", "samples")
+    more = {
+        "sam": (),
+        "a chain with sam": (),
+        "a chain that reads the loss": ("value",),
+    }.get(name, ("value", "samples"))
     params, _ = plain_optax(optimizer, dict_loss, params_of(), batches, more)
     for got, wanted in zip(jax.tree.leaves(state.params), jax.tree.leaves(params), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=2e-5)
@@ -96,6 +114,14 @@ def test_an_optimizer_that_evaluates_the_loss_itself_is_refused():
         dict_loss, optax.lbfgs(), None, BatchPlan(rows=ROWS, num_microbatches=2), dropout=False
     )
     with pytest.raises(ValueError, match=r"needs arguments beside .*value_fn.*lbfgs\(linesearch=None\)"):
+        step(step.init(params_of()), batch_of(0))
+
+
+def test_an_optimizer_whose_members_disagree_about_its_arguments_is_refused():
+    sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05))  # takes no value
+    plan = BatchPlan(rows=ROWS, num_microbatches=2)
+    step = make_train_step(dict_loss, optax.chain(sam, _BY_VALUE), None, plan, dropout=False)
+    with pytest.raises(ValueError, match=r"needs arguments beside gradients and parameters \(.*'value'"):
         step(step.init(params_of()), batch_of(0))
 
 
