@@ -190,6 +190,13 @@ MUTATIONS = (
         "losses/test_kl.py::test_a_policy_that_equals_its_reference_is_moved_by_no_estimator_but_k1",
     ),
     Mutation(
+        "blocks_of_a_module_called_layers_are_a_stack",
+        "optim/leaves.py",
+        "and len(firsts[_stack(path)]) == 1",
+        "",
+        "optim/test_optim.py::test_layers_that_are_named_and_not_stacked_have_their_matrices",
+    ),
+    Mutation(
         "a_tuple_of_arrays_is_a_sequence_of_rows",
         "training/own_rows.py",
         "if type(data) is tuple and data and",

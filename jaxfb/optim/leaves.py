@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
+
+from jaxfb.types import PyTree
 
 
 def path_names(path: tuple) -> list[str]:
@@ -12,19 +16,43 @@ def path_names(path: tuple) -> list[str]:
 
 
 def has_word(path: tuple, *words: str) -> bool:
-    """Returns whether one of the words occurs in a name of the path, in either case."""
-    return any(word in name.lower() for name in path_names(path) for word in words)
+    """Returns whether one of the words, regular expressions, occurs in a name of the path, in either case."""
+    return any(re.search(word, name.lower()) for name in path_names(path) for word in words)
 
 
 def is_stacked(path: tuple) -> bool:
-    """Returns whether the leaf is [num_layers, ...]: under "layers", unless the layers are numbered (a list)."""
+    """Returns whether the path of a leaf is that of [num_layers, ...]: under "layers", unless these are numbered (a
+    list).
+    """
+    return _stack(path) is not None
+
+
+def stacked(params: PyTree) -> PyTree:
+    """Returns which leaves are [num_layers, ...], a tree of bool: those that their path says to be, together.
+
+    What has not the first dim of all else under the same "layers" is no layer of a stack, but a part of a module of
+    that name.
+    """
+    firsts: dict[tuple | None, set] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        firsts.setdefault(_stack(path), set()).add(jnp.shape(leaf)[:1])
+
+    def one(path, leaf):
+        return is_stacked(path) and jnp.ndim(leaf) > 0 and len(firsts[_stack(path)]) == 1
+
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
+def layer_ndims(params: PyTree) -> PyTree:
+    """Returns how many dimensions each leaf has in one layer: a stacked leaf's leading num_layers is not counted."""
+    return jax.tree.map(lambda leaf, in_stack: jnp.ndim(leaf) - in_stack, params, stacked(params))
+
+
+def _stack(path: tuple) -> tuple | None:
+    """Returns the names down to the "layers" that a leaf is stacked under, None where it is not."""
     names = path_names(path)
     if "layers" not in names:
-        return False
-    below = names[names.index("layers") + 1 :]
-    return not (below and below[0].isdigit())
-
-
-def layer_ndim(path: tuple, leaf: jax.Array) -> int:
-    """Returns the number of dimensions of a leaf in one layer, without the leading num_layers of a stacked one."""
-    return jnp.ndim(leaf) - is_stacked(path)
+        return None
+    end = names.index("layers") + 1
+    numbered = names[end:] and names[end].isdigit()
+    return None if numbered else tuple(names[:end])

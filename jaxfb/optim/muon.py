@@ -15,7 +15,7 @@ import optax.contrib
 from jax.sharding import NamedSharding
 
 from jaxfb.optim.hyperparameters import like_params
-from jaxfb.optim.leaves import has_word, layer_ndim, path_names
+from jaxfb.optim.leaves import has_word, layer_ndims, path_names
 from jaxfb.parallel.whole_layers import map_whole_layers
 from jaxfb.types import PyTree
 
@@ -28,13 +28,12 @@ def muon_matrices(params: PyTree) -> PyTree:
     shapes, whose rows and columns are unknown.
     """
 
-    def is_matrix(path, leaf):
-        ndim = layer_ndim(path, leaf)
+    def is_matrix(path, ndim):
         matrix = ndim == 2 or (ndim == 3 and has_word(path, "expert"))
-        head = "layers" not in path_names(path) and has_word(path, "head")
+        head = "layers" not in path_names(path) and has_word(path, r"(?<!multi)(?<!multi_)head")
         return matrix and not head and not has_word(path, "embed", "norm", "bias")
 
-    return jax.tree_util.tree_map_with_path(is_matrix, params)
+    return jax.tree_util.tree_map_with_path(is_matrix, layer_ndims(params))
 
 
 def muon(

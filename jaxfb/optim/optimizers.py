@@ -22,7 +22,7 @@ import optax
 from jaxfb.optim.choose import build, check, choose, is_injected, real
 from jaxfb.optim.hyperparameters import OF_PARAMS, checked, like_params
 from jaxfb.optim.learning_rate import Schedule
-from jaxfb.optim.leaves import is_stacked, path_names
+from jaxfb.optim.leaves import path_names, stacked
 from jaxfb.optim.muon import Placed
 from jaxfb.optim.weight_decay import decay_mask
 from jaxfb.parts import OPTIMIZERS
@@ -284,10 +284,10 @@ def adafactor(
 def _per_layer(transform: optax.GradientTransformation) -> optax.GradientTransformation:
     """Applies a stateless leafwise transformation to every layer of a stacked leaf by itself."""
 
-    def one(path, update, param):
-        def apply(update, param):
-            return transform.update(update, optax.EmptyState(), param)[0]
+    def apply(update, param):
+        return transform.update(update, optax.EmptyState(), param)[0]
 
-        return (jax.vmap(apply) if is_stacked(path) else apply)(update, param)
+    def one(update, param, in_stack):
+        return (jax.vmap(apply) if in_stack else apply)(update, param)
 
-    return optax.stateless(lambda updates, params: jax.tree_util.tree_map_with_path(one, updates, params))
+    return optax.stateless(lambda updates, params: jax.tree.map(one, updates, params, stacked(params)))

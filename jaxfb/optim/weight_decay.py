@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxfb.optim.choose import check, choose, real
 from jaxfb.optim.learning_rate import RISES, UNITS, Schedule
-from jaxfb.optim.leaves import has_word, layer_ndim
+from jaxfb.optim.leaves import has_word, layer_ndims
 from jaxfb.types import PyTree
 
 RAMPS = {"constant": jnp.ones_like, "linear": RISES["linear"], "cosine": RISES["cosine"]}
@@ -45,7 +45,7 @@ def decay_mask(params: PyTree) -> PyTree:
     in a name of their path.
     """
 
-    def decays(path, leaf):
-        return layer_ndim(path, leaf) >= 2 and not has_word(path, "embed", "norm", "bias")
+    def decays(path, ndim):
+        return ndim >= 2 and not has_word(path, "embed", "norm", "bias")
 
-    return jax.tree_util.tree_map_with_path(decays, params)
+    return jax.tree_util.tree_map_with_path(decays, layer_ndims(params))

@@ -11,6 +11,7 @@ import pytest
 
 from jaxfb.gradients import clip_by_global_norm, global_norm, names_of, nonfinite_leaves
 from jaxfb.optim import decay_mask, learning_rate_of, lr_schedule, make_optimizer, weight_decay_schedule
+from jaxfb.optim.muon import muon_matrices
 
 OPTIMIZERS = ["adamw", "lion", "adafactor", "muon", "sgd"]
 
@@ -220,6 +221,40 @@ def test_only_matrices_decay_unless_a_mask_says_otherwise():
     optimizer = make_optimizer("sgd", learning_rate=0.5, weight_decay=0.1, mask=only_norm)
     updates, _ = optimizer.update(zeros, optimizer.init(params), params)
     assert (updates["norm"] != 0).all() and not any(x.any() for x in jax.tree.leaves(updates["layers"]))
+
+
+NAMED = {"block_0": {"kernel": (4, 6), "bias": (6,)}, "block_1": {"kernel": (6, 4), "bias": (4,)}}
+
+
+def test_layers_that_are_named_and_not_stacked_have_their_matrices():
+    """As Flax names the blocks of a module that is called "layers"; arrays of one first dim would be a stack."""
+    leaf = lambda shape: jnp.sin(jnp.arange(float(np.prod(shape)))).reshape(shape)  # noqa: E731
+    blocks = jax.tree.map(leaf, NAMED, is_leaf=lambda node: isinstance(node, tuple))
+    is_matrix = {name: {"kernel": True, "bias": False} for name in NAMED}
+    assert decay_mask({"layers": blocks}) == muon_matrices({"layers": blocks}) == {"layers": is_matrix}
+    adafactor = make_optimizer("adafactor", learning_rate=0.1)
+
+    def updates(name):
+        params = {name: blocks}
+        return adafactor.update(params, adafactor.init(params), params)[0][name]
+
+    chex.assert_trees_all_equal(updates("layers"), updates("blocks"))
+
+
+def test_two_stacks_may_have_different_numbers_of_layers():
+    stacks = {
+        name: {"layers": {"w": jnp.ones((number, 3, 3)), "scale": jnp.ones((number, 3))}}
+        for name, number in (("encoder", 2), ("decoder", 4))
+    }
+    expected = {name: {"layers": {"w": True, "scale": False}} for name in stacks}
+    assert decay_mask(stacks) == muon_matrices(stacks) == expected
+
+
+def test_muon_takes_attention_of_many_heads_for_no_head():
+    kernel = {"kernel": jnp.ones((4, 4))}
+    params = {"MultiHeadAttention_0": kernel, "multi_head": kernel, "lm_head": kernel, "Head_0": kernel}
+    flags = {name: tree["kernel"] for name, tree in muon_matrices(params).items()}
+    assert flags == {"MultiHeadAttention_0": True, "multi_head": True, "lm_head": False, "Head_0": False}
 
 
 def test_norms_biases_and_embeddings_do_not_decay_whatever_their_shape():
