@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,9 @@ from jaxfb.types import CheckedLossFn, Last, LossFn, LossOutput, Max, Min, PyTre
 _OF_ONE_KEY = ("accepts a single key", "``rngs`` argument")
 """How jax.random and Linen name an array of keys where they need one."""
 
+_FROM_OUTSIDE = "TraceContextError"
+"""What Flax raises where a trace changes a Variable that was made before it."""
+
 
 def checked(loss_fn: LossFn) -> CheckedLossFn:
     """Wraps `loss_fn` to turn a bare Sum into a LossOutput and to refuse whatever breaks the contract.
@@ -26,7 +30,7 @@ def checked(loss_fn: LossFn) -> CheckedLossFn:
 
     def call(params, microbatch, rng) -> LossOutput:
         with jax.named_scope("loss"):
-            with _keys_of_rows(rng):
+            with _keys_of_rows(rng), _own_variables():
                 out = loss_fn(params, microbatch, rng)
             out = as_loss_output(out)
         _check_outputs(out.outputs, microbatch)
@@ -47,6 +51,22 @@ def _keys_of_rows(rng: jax.Array | None) -> Iterator[None]:
             "rng must be taken as an array of keys, one for each row of the microbatch, so that dropout does not "
             f"depend on how rows are cut, but the loss function takes it for one key ({shown(str(error))}); draw row "
             "by row, jax.vmap(lambda row, key: ...)(microbatch, rng)"
+        ) from error
+
+
+@contextmanager
+def _own_variables() -> Iterator[None]:
+    """Refuses a function that changes a Variable of Flax NNX made outside of it, with what is to be written instead."""
+    try:
+        yield
+    except Exception as error:
+        if type(error).__name__ != _FROM_OUTSIDE:
+            raise
+        kind = re.search(r"Cannot mutate (\w+)", str(error))
+        raise Refused(
+            f"the loss function changes a {kind[1] if kind else 'Variable'} of NNX that was made outside of it, as a "
+            "BatchNorm and a Dropout do when they are called; put nnx.merge(graph, params, rest, copy=True) together in "
+            "the loss function"
         ) from error
 
 

@@ -245,6 +245,19 @@ def test_what_the_refusal_advises_works():
     assert int(state.step) == 2 and np.isfinite(metrics.loss)
 
 
+def test_a_variable_that_the_loss_changes_must_be_its_own():
+    """A BatchNorm updates its statistics, and a Dropout counts its keys; Flax refuses that from inside of a trace."""
+    graph, params, rest = nnx.split(Normed(nnx.Rngs(0)), nnx.Param, ...)
+
+    def loss(params, microbatch, rng):
+        return squares(nnx.merge(graph, params, rest)(microbatch["x"]), microbatch)
+
+    with pytest.raises(
+        ValueError, match=r"changes a BatchStat .*nnx.merge\(graph, params, rest, copy=True\)"
+    ):
+        two_updates(make_mesh(), loss, params)
+
+
 def test_keys_and_counts_of_dropout_are_no_parameters():
     with pytest.raises(ValueError, match=r"is a Rng\w+ of NNX"):
         two_updates(make_mesh(), module_loss, nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
