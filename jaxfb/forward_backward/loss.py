@@ -65,8 +65,8 @@ def _own_variables() -> Iterator[None]:
         kind = re.search(r"Cannot mutate (\w+)", str(error))
         raise Refused(
             f"the loss function changes a {kind[1] if kind else 'Variable'} of NNX that was made outside of it, as a "
-            "BatchNorm and a Dropout do when they are called; put nnx.merge(graph, params, rest, copy=True) together in "
-            "the loss function"
+            "BatchNorm and a Dropout do when they are called; put nnx.merge(graph, params, rest, copy=True) together "
+            "in the loss function"
         ) from error
 
 

@@ -44,7 +44,8 @@ class Packed:
     def restore(self, outputs: PyTree) -> PyTree:
         """Restores [array rows, width, ...] to [rows, length, ...] in the order of the rows, 0 where no token was.
 
-        Without packing also [array rows, ...] to [rows, ...].
+        Without packing also [array rows, ...] to [rows, ...]. What has the width as its second dim is taken for tokens:
+        n numbers of a row, where n may be a width, are to be [array rows, 1, n].
         """
         return jax.tree.map(self._restored, outputs)
 
