@@ -21,17 +21,14 @@ def has_word(path: tuple, *words: str) -> bool:
 
 
 def is_stacked(path: tuple) -> bool:
-    """Returns whether the path of a leaf is that of [num_layers, ...]: under "layers", unless these are numbered (a
-    list).
-    """
+    """Returns whether a leaf has the path of a stacked one: under "layers", unless these are numbered (a list)."""
     return _stack(path) is not None
 
 
 def stacked(params: PyTree) -> PyTree:
-    """Returns which leaves are [num_layers, ...], a tree of bool: those that their path says to be, together.
+    """Returns which leaves are [num_layers, ...], a tree of bool: by their paths, and by their first dims.
 
-    What has not the first dim of all else under the same "layers" is no layer of a stack, but a part of a module of
-    that name.
+    Where those under one "layers" differ, it is no stack, but a module of that name.
     """
     firsts: dict[tuple | None, set] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
