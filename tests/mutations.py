@@ -197,6 +197,13 @@ MUTATIONS = (
         "optim/test_optim.py::test_layers_that_are_named_and_not_stacked_have_their_matrices",
     ),
     Mutation(
+        "a_single_sample_teaches_nothing",
+        "rl/experience.py",
+        "np.ptp(one) == 0 and (len(one) > 1 or one[0] == 0)",
+        "np.ptp(one) == 0",
+        "rl/test_policy.py::test_a_single_sample_of_a_prompt_is_without_signal_only_if_its_reward_is_0",
+    ),
+    Mutation(
         "a_tuple_of_arrays_is_a_sequence_of_rows",
         "training/own_rows.py",
         "if type(data) is tuple and data and",

@@ -244,8 +244,12 @@ def on_last_token(per_row: np.ndarray, mask: np.ndarray) -> np.ndarray:
 
 
 def _share_without_signal(rewards: np.ndarray, groups: np.ndarray) -> float:
-    """Returns the share of prompts whose samples all have the same reward, so that none is better than their mean."""
-    return float(np.mean([np.ptp(rewards[groups == group]) == 0 for group in np.unique(groups)]))
+    """Returns the share of prompts whose samples all have the same reward, so that none is better than their mean.
+
+    A single sample is compared with none and keeps its reward: without signal only if that is 0.
+    """
+    each = [rewards[groups == group] for group in np.unique(groups)]
+    return float(np.mean([np.ptp(one) == 0 and (len(one) > 1 or one[0] == 0) for one in each]))
 
 
 def _numbers_of(

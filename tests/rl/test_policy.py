@@ -8,6 +8,7 @@ import pytest
 
 from jaxfb.config import RLConfig
 from jaxfb.config.load import config_from_dict
+from jaxfb.losses.advantages import grpo
 from jaxfb.rl import post_train
 from jaxfb.rl.policy import make_policy_work
 from jaxfb.rl.tasks import Arithmetic, Problem
@@ -348,3 +349,13 @@ def test_prompts_without_a_better_and_a_worse_sample_are_counted_and_reported(tm
     from jaxfb.rl.experience import _share_without_signal
 
     np.testing.assert_allclose(_share_without_signal(rewards, groups), 2 / 3)
+
+
+def test_a_single_sample_of_a_prompt_is_without_signal_only_if_its_reward_is_0():
+    """It keeps its reward as its advantage, so the updates do learn."""
+    from jaxfb.rl.experience import _share_without_signal
+
+    rewards, groups = np.array([1.0, 0.0, 2.0, 2.0]), np.array([0, 1, 2, 2])
+    assert _share_without_signal(rewards, groups) == 2 / 3
+    advantages = grpo(rewards, groups, np.ones((4, 1)))
+    np.testing.assert_array_equal(advantages[:, 0] != 0, [True, False, False, False])
