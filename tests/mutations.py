@@ -2680,6 +2680,13 @@ MUTATIONS = (
         "process/test_streams.py::test_output_to_a_full_disk_is_dropped",
     ),
     Mutation(
+        "a_save_begins_while_a_failed_one_is_still_writing",
+        "checkpoint/store.py",
+        "        self._threads.wait_until_ended()\n",
+        "",
+        "checkpoint/test_write_errors.py::test_a_save_waits_for_what_a_failed_one_of_that_step_is_still_writing",
+    ),
+    Mutation(
         "failed_save_hides_what_ended_the_run",
         "training/session.py",
         "self._store.__exit__(*error)",
