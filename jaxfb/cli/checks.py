@@ -28,7 +28,8 @@ def check(options) -> int:
         )
     from jaxfb.config import load_config, refuse_own_model
 
-    config = load_config(options.config, options.overrides, "train")
+    config = load_config(options.config, options.overrides)
+    _refuse_post_training(options.config, config)
     refuse_own_model(
         config, "check", "call jaxfb.check_equivalence on it, or use --random 20 --model module:function"
     )
@@ -51,6 +52,16 @@ def check(options) -> int:
         return FAILED
     print(_verdict(found, options.tolerance))
     return 0
+
+
+def _refuse_post_training(path: str, config: Any) -> None:
+    from jaxfb.config.post_training import COMMANDS
+
+    if (command := COMMANDS.get(type(config))) is not None:
+        raise Refused(
+            f"[check] {path} is a config for `jaxfb {command}`; `jaxfb check` reads one for `jaxfb train`: give it one "
+            "with the same model, mesh and schedule, or call jaxfb.check_equivalence on the loss in a program"
+        )
 
 
 def _verdict(found: Equivalence, tolerance: float | None) -> str:

@@ -157,6 +157,17 @@ def test_check_refuses_what_does_not_fit(tmp_path, capsys):
     assert last.endswith("or parallel.layers_per_stage=[0, 1, 1, 0]") and "2 layers do not divide" in last
 
 
+@pytest.mark.parametrize("name", ["sft", "dpo", "rl"])
+def test_check_names_what_to_give_in_place_of_a_config_of_post_training(name, capsys):
+    config = {"rl": "ppo_arithmetic"}.get(name, name)
+    assert main(["check", config, "mesh.data=2"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(
+        f"jaxfb: [check] {config} is a config for `jaxfb {name}`; `jaxfb check` reads one for "
+    )
+    assert "jaxfb.check_equivalence" in said
+
+
 def test_a_check_of_several_cases_lists_each_refusal_once(tmp_path, capsys, monkeypatch):
     refused = [Difference(f"pipe={size}", "1f1b", refused="no; use layers_per_stage=[1]") for size in (2, 4)]
     monkeypatch.setattr(check, "check_config", lambda *_: Equivalence("float64", 8, tuple(refused)))
