@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from inspect import signature
 from typing import Any, NamedTuple
 
 import jax
@@ -104,6 +105,7 @@ def make_optimizer(
     """
     builder = choose("optimizer", name, OPTIMIZERS)
     who = f"make_optimizer({name!r})"
+    _check_by_name(who, builder, hyperparameters)
     mask = decay_mask if mask is None else function("mask", mask, OF_PARAMS, who=f"{who}:")
     direction = build(
         who, function("name", builder, "of hyperparameters", who=who), **checked(who, hyperparameters)
@@ -136,6 +138,20 @@ def make_optimizer(
     # functions of your own may look at how many layers a leaf has
     alike = any_order and mask is decay_mask and "matrices" not in hyperparameters
     return Optimizer(init, update, rate, decay, any_order, alike)
+
+
+def _check_by_name(who: str, builder: Callable, given: dict) -> None:
+    """Refuses the dict that `optax.inject_hyperparams` makes of hyperparameters, of which it would inject none."""
+    if (
+        isinstance(given.get("hyperparameters"), dict)
+        and "hyperparameters" not in signature(builder).parameters
+    ):
+        call = f"{who[:-1]}, learning_rate=rate)"
+        raise Refused(
+            f"{who} takes each hyperparameter by its name, got them as hyperparameters="
+            f"{shown(given['hyperparameters'])}; to inject rates, write "
+            f"optax.inject_hyperparams(lambda rate: {call})(rate=...)"
+        )
 
 
 def learning_rate_of(

@@ -369,6 +369,17 @@ def test_rates_and_hyperparameters_can_be_injected():
         np.testing.assert_allclose(*updates, rtol=1e-6)
 
 
+@pytest.mark.parametrize("further", [{}, {"b2": 0.9}])
+def test_an_injected_make_optimizer_names_the_function_to_inject(further):
+    injected = optax.inject_hyperparams(make_optimizer)("adamw", learning_rate=0.1, **further)
+    written = "optax.inject_hyperparams(lambda rate: make_optimizer('adamw', learning_rate=rate))(rate=...)"
+    with pytest.raises(ValueError, match="takes each hyperparameter by its name") as refused:
+        injected.init({"w": jnp.ones((2, 2))})
+    assert str(refused.value).endswith(f"hyperparameters={further}; to inject rates, write {written}")
+    advised = eval(written.replace("...", "0.1"), {"optax": optax, "make_optimizer": make_optimizer})
+    assert advised.init({"w": jnp.ones((2, 2))}).hyperparams == {"rate": 0.1}
+
+
 @pytest.mark.parametrize(
     "name", ["optax.contrib:prodigy", "optax.contrib:schedule_free_adamw", "optax:polyak_sgd"]
 )
