@@ -132,6 +132,11 @@ def check_params(
 
     concrete: shapes without numbers are refused too. trainable: as `EngineOptions.trainable`.
     """
+    if hasattr(params, "opt_state") and hasattr(params, "params"):
+        kind = type(params).__name__
+        raise Refused(
+            f"params must be the parameters alone, got a whole {kind}; hand over state.params of it"
+        )
     leaves = leaves_of("params", params)
     if not forward_only:
         check_kinds(params)

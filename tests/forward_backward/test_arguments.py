@@ -6,8 +6,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import toy
+from flax.training.train_state import TrainState as FlaxState
 from jax.sharding import PartitionSpec as P
 
 import jaxfb
@@ -34,9 +36,18 @@ class Unhashable:
         return loss_fn(w, microbatch, rng)
 
 
+FLAX_STATE = FlaxState.create(apply_fn=None, params={"w": W}, tx=optax.sgd(0.1))
 MLP = eqx.nn.MLP(3, 1, 4, 1, key=jax.random.key(0))
 
 REFUSED = {
+    "a state of Flax": (
+        dict(params=FLAX_STATE),
+        r"params must be the parameters alone, got a whole TrainState; hand over state\.params of it",
+    ),
+    "our state": (
+        dict(params=jaxfb.TrainState.create(W, optax.sgd(0.1))),
+        r"; hand over state\.params of it",
+    ),
     "no model": (dict(model=None), r"model must be a loss function \(params, microbatch, rng\).*got None"),
     "a class": (dict(model=jaxfb.Pipelined), "model must be a loss function.*got <class"),
     "two arguments": (
