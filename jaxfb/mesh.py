@@ -17,9 +17,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxfb.platforms import cpu
 from jaxfb.platforms.device_order import arranged, as_product
-from jaxfb.refusal import INT32, Refused, instance, integer, refuse
+from jaxfb.refusal import INT32, Refused, instance, integer, refuse, with_nearest_keyword
 
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
+SHORT = {"pp": "pipe", "dp": "data", "ep": "expert", "cp": "context", "tp": "tensor"}
+"""What the axes are called for short, as in overrides of a config."""
 EXPERT, ROWS = "expert", "rows"
 REPLICA_AXES = ("data", "fsdp", EXPERT, ROWS)
 SHARD_AXES = ("fsdp", EXPERT, ROWS, "context")
@@ -33,6 +35,7 @@ GPU_PLATFORMS = ("cuda", "rocm")
 _MOST_SIMULATED = 1024
 
 
+@with_nearest_keyword(SHORT)
 def make_mesh(
     pipe: int = 1,
     data: int = 1,

@@ -14,7 +14,7 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import wraps
 from numbers import Real
-from types import UnionType
+from types import MappingProxyType, UnionType
 from typing import Any, NoReturn, ParamSpec, TypeVar, cast
 
 Given = ParamSpec("Given")
@@ -143,24 +143,38 @@ def only_legal(choices: Sequence[Choice], accepts: Callable[[Choice], Any]) -> l
     return legal or list(choices)
 
 
-def check_keywords(who: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Raises TypeError, as Python does of a misspelt keyword, for a name that is not known, with the nearest."""
+def check_keywords(
+    who: str, given: Iterable[str], known: Collection[str], words: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Raises TypeError, as Python does of a misspelt keyword, for a name that is not known, with the nearest.
+
+    words: what something is called elsewhere -> its name among `known`.
+    """
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+            near = words.get(name) or difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
             raise TypeError(f"{who}() got an unexpected keyword argument {name!r}; did you mean {near!r}?")
 
 
-def with_nearest_keyword(function: Callable[Given, Answer]) -> Callable[Given, Answer]:
-    """Makes a function name the nearest of its arguments where it is given a keyword that it does not have."""
-    known = inspect.signature(function).parameters
+def with_nearest_keyword(
+    words: Mapping[str, str] = MappingProxyType({}),
+) -> Callable[[Callable[Given, Answer]], Callable[Given, Answer]]:
+    """Makes a function name the nearest of its arguments where it is given a keyword that it does not have.
 
-    @wraps(function)
-    def checked(*args: Given.args, **keywords: Given.kwargs) -> Answer:
-        check_keywords(function.__name__, keywords, known)
-        return function(*args, **keywords)
+    words: as for `check_keywords`.
+    """
 
-    return checked
+    def with_check(function: Callable[Given, Answer]) -> Callable[Given, Answer]:
+        known = inspect.signature(function).parameters
+
+        @wraps(function)
+        def checked(*args: Given.args, **keywords: Given.kwargs) -> Answer:
+            check_keywords(function.__qualname__, keywords, known, words)
+            return function(*args, **keywords)
+
+        return checked
+
+    return with_check
 
 
 def function(name: str, value: Any, signature: str, *, who: str = "") -> Callable:

@@ -1,13 +1,17 @@
 """Checks of single arguments: what passes, what is refused, and that the advice is legal."""
 
+import inspect
 import math
 
 import numpy as np
 import pytest
 
+import jaxfb
 from jaxfb import refusal
 from jaxfb.batch_plan import BatchPlan
 from jaxfb.batch_plan.budget import shape_for
+from jaxfb.config.names import ALIASES
+from jaxfb.mesh import SHORT
 from jaxfb.refusal import Refused, shown
 
 
@@ -91,3 +95,25 @@ def test_the_shapes_of_a_packed_plan_are_those_of_every_number_of_array_rows(bud
     plan = BatchPlan(max_tokens_per_microbatch=budget, sequence_length=8, packing=True, **sizes)
     one_by_one = (shape_for(plan, width, n) for width in plan.widths for n in range(1, plan.rows + 1))
     assert plan.shapes() == tuple(dict.fromkeys(one_by_one))
+
+
+@pytest.mark.parametrize(
+    ("call", "given", "near"),
+    [
+        (jaxfb.make_mesh, "dp", "data"),
+        (jaxfb.make_mesh, "tp", "tensor"),
+        (jaxfb.make_mesh, "dta", "data"),
+        (BatchPlan, "row", "rows"),
+        (BatchPlan, "micro_batch_size", "rows_per_microbatch"),
+        (jaxfb.schedules.make, "chunks", "num_chunks"),
+    ],
+)
+def test_a_misspelt_keyword_names_the_one_that_is_meant(call, given, near):
+    said = rf"got an unexpected keyword argument '{given}'; did you mean '{near}'\?"
+    with pytest.raises(TypeError, match=said):
+        call(**{given: 2})
+    assert near in inspect.signature(call).parameters
+
+
+def test_what_the_axes_are_called_for_short_is_the_same_in_a_program_and_in_a_config():
+    assert {f"mesh.{short}": f"mesh.{axis}" for short, axis in SHORT.items()} == ALIASES

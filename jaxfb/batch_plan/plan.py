@@ -27,7 +27,7 @@ from jaxfb.batch_plan.refusal import (
     positive_ints,
     true_or_false,
 )
-from jaxfb.refusal import only_legal, shown
+from jaxfb.refusal import only_legal, shown, with_nearest_keyword
 
 Purpose = Literal["train", "critic", "logprob_old", "logprob_ref", "value", "eval"]
 Remainder = Literal["error", "pad", "drop"]
@@ -39,6 +39,13 @@ _DERIVED: Any = None  # of a size that follows from the others where it is not g
 
 _BUDGET_SIZES = ("max_tokens_per_microbatch", "sequence_length", "max_context")
 _FOR_EACH_ROW = ("logprob_old", "logprob_ref", "value")
+
+_ELSEWHERE = {
+    **dict.fromkeys(("batch_size", "global_batch_size"), "rows"),
+    **dict.fromkeys(("micro_batch_size", "microbatch_size"), "rows_per_microbatch"),
+    **dict.fromkeys(("accumulation_steps", "gradient_accumulation_steps"), "num_microbatches"),
+}
+"""What other trainers call a size -> the argument of `BatchPlan`."""
 
 _SIZE_KEY = re.compile(r"batch_size|num_micro|per_micro|accumulation_steps|max_token_len|data_parallel")
 
@@ -241,6 +248,9 @@ class BatchPlan:
         microbatches = f"{self.num_microbatches} microbatch{'es' * (self.num_microbatches > 1)}"
         size = f"{self.rows_per_microbatch} row{'s' * (self.rows_per_microbatch > 1)}"
         return f"{rows}: {microbatches} of {size}{' each' * (self.num_microbatches > 1)}{padding}"
+
+
+BatchPlan.__init__ = with_nearest_keyword(_ELSEWHERE)(BatchPlan.__init__)
 
 
 def data_parallel_size(devices: int, *, tensor: int = 1, pipe: int = 1, context: int = 1) -> int:

@@ -21,7 +21,7 @@ from jaxfb.schedules.table import Schedule
 # Importing a file registers its kind. A new built-in kind is one file, and its name in the import above.
 
 
-@with_nearest_keyword
+@with_nearest_keyword()
 def make(
     name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1, num_pieces: int = 1
 ) -> Schedule:
