@@ -2003,9 +2003,16 @@ MUTATIONS = (
     Mutation(
         "threads_of_a_failed_process_waited_for",
         "training/hosts.py",
-        "        leave_after_main(code)\n",
+        "        leave_after_main(lambda: _code_of_program(ends[-1]))\n",
         "",
         "training/test_stuck.py::test_a_process_of_several_that_failed_does_not_wait_for_the_threads_of_a_save",
+    ),
+    Mutation(
+        "a_program_that_lost_another_process_ends_with_1",
+        "training/hosts.py",
+        "            ends.append(lost)\n",
+        "",
+        "training/test_stuck.py::test_a_program_of_several_processes_ends_with_the_exit_code_of_what_has_ended_it",
     ),
     Mutation(
         "refusals_started_again",

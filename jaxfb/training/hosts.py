@@ -21,7 +21,7 @@ import jax
 from jaxfb.config.operation import HostsConfig
 from jaxfb.platforms.compat import coordination, leave_coordination
 from jaxfb.platforms.runtime_errors import is_of_network, is_of_runtime
-from jaxfb.process.exit_codes import LOST, REFUSED, RESUMABLE, UNWRITTEN, code_of
+from jaxfb.process.exit_codes import DONE, LOST, REFUSED, RESUMABLE, UNWRITTEN, code_of
 from jaxfb.process.fault_points import reach
 from jaxfb.process.position import here
 from jaxfb.refusal import Refused
@@ -289,10 +289,22 @@ class Hosts:
         """Notifies the others; where a collective broke, names the process that broke it."""
         if self.count == 1:
             return
-        code = RESUMABLE if isinstance(error, Stopped) else 1
+        ends = [error]  # the last one decides
         # before jax's own end, which would wait for the others
-        atexit.register(leave, code)
-        leave_after_main(code)
+        atexit.register(lambda: leave(_code_of_program(ends[-1])))
+        leave_after_main(lambda: _code_of_program(ends[-1]))
+        try:
+            self._tell(watch, error)
+        except LostProcess as lost:
+            ends.append(lost)
+            raise
+
+    def _tell(self, watch: Watch, error: BaseException) -> None:
+        """Tells the others of an error.
+
+        Raises:
+          LostProcess: another process is the cause.
+        """
         if is_of_runtime(error) and "RESOURCE_EXHAUSTED" not in str(error):
             cause = watch.cause(self.config.lost_after + 2 * SLICE)
             if cause:
@@ -313,6 +325,17 @@ class Hosts:
             f"[hosts] a computation of process {self.index} of {self.count} ({socket.gethostname()}) lost touch with "
             f"another process, though none is lost, as where the job was suspended for long: {first}"
         )
+
+
+def _code_of_program(error: BaseException) -> int:
+    """Returns the exit code of a program that an error has ended, which `leave` ends before Python does."""
+    if isinstance(error, Stopped):
+        return RESUMABLE
+    if isinstance(error, LostProcess):
+        return error.exit_code
+    if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
+        return (error.code or DONE) & 0xFF
+    return 1  # as of any program that fails
 
 
 def _kind_of(error: BaseException) -> str:

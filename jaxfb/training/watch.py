@@ -42,7 +42,7 @@ EXIT_CODES = {FAILED: LOST, STUCK: LOST, STOPPED: RESUMABLE, REFUSES: REFUSED, C
 class LostProcess(RuntimeError):
     """Another process of the job is gone: this one cannot continue, a new start with --resume can.
 
-    exit_code: with which a command ends.
+    exit_code: with which a command ends, and a program that takes part in a run when this comes.
     """
 
     def __init__(self, message: str, exit_code: int = LOST):
@@ -247,16 +247,17 @@ def leave(code: int) -> None:
     os._exit(code)
 
 
-def leave_after_main(code: int) -> None:
+def leave_after_main(code: Callable[[], int]) -> None:
     """Ends this process a while after its main thread, for whose other threads Python waits without limit.
 
+    code: returns the exit code, once the main thread has ended.
     After a save that failed those of the storage library wait for other processes, which are gone by then.
     """
 
     def end() -> None:
         threading.main_thread().join()
         time.sleep(LAST_THREADS)
-        leave(code)
+        leave(code())
 
     threading.Thread(target=end, name="jaxfb end", daemon=True).start()
 

@@ -109,3 +109,41 @@ def test_a_process_of_several_that_failed_does_not_wait_for_the_threads_of_a_sav
     command = [sys.executable, "-c", LEFT_WAITING]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (1, "the main thread ends\n"), done.stderr
+
+
+ENDED = """
+import sys
+from types import SimpleNamespace
+import jax
+from jaxfb.config.operation import HostsConfig
+from jaxfb.training import watch
+from jaxfb.training.hosts import Hosts
+
+hosts = Hosts.__new__(Hosts)
+hosts.index, hosts.count, hosts.config, hosts._advice = 0, 2, HostsConfig(), watch.start_again
+other = SimpleNamespace(fail=lambda *_: None, cause=lambda _: "process 1 of 2 is lost", kind=watch.FAILED)
+error = eval(sys.argv[1])
+try:
+    raise error
+except BaseException:
+    hosts._fail(other, error)
+    raise
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        ("jax.errors.JaxRuntimeError('UNKNOWN: Gloo AllGather failed: Connection closed by peer')", 76),
+        ("SystemExit(3)", 3),
+        ("SystemExit()", 0),
+        ("SystemExit('a sentence')", 1),
+        ("KeyError('layer')", 1),
+    ],
+)
+def test_a_program_of_several_processes_ends_with_the_exit_code_of_what_has_ended_it(error, code):
+    """It was 1 for all of them, also where another process was lost."""
+    command = [sys.executable, "-c", ENDED, error]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code, done.stderr
+    assert ("LostProcess: process 1 of 2 is lost; start the run again" in done.stderr) == (code == 76)
