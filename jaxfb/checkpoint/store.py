@@ -21,7 +21,7 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from jaxfb.checkpoint.abandoned import SaveThreads
-from jaxfb.checkpoint.cannot_write import CannotWrite, cannot_write
+from jaxfb.checkpoint.cannot_write import CannotWrite, cannot_write, why_not_named
 from jaxfb.checkpoint.damage import damage
 from jaxfb.checkpoint.manifest import (
     WHO,
@@ -196,10 +196,12 @@ class CheckpointStore(SavedSteps):
             log.warning("%s", failed)  # what has ended the context is not to be replaced
 
     def _check_named(self) -> None:
-        """Raises unless the last save has its name: Orbax reports no error where a thread of it was cancelled."""
+        """Raises unless the last save has its name: Orbax reports no error where a thread of it was cancelled, or
+        where its files were removed.
+        """
         path = self.directory / str(self._pending_step)
         if jax.process_index() == 0 and not path.is_dir():
-            raise StorageError("the save was cancelled")
+            raise StorageError(why_not_named(self.directory))
 
     def _writer_for(self, step: int) -> ocp.training.Checkpointer:
         """Returns the writer, opened at the first save; refuses a step that is saved already."""

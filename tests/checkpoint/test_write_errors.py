@@ -4,6 +4,7 @@ import errno
 import logging
 import os
 import resource
+import shutil
 import sys
 import threading
 import time
@@ -244,6 +245,24 @@ def test_a_save_that_ended_without_a_checkpoint_is_reported(tmp_path, monkeypatc
     monkeypatch.setattr(checkpoint, "_begun_save", lambda *_: Cancelled())
     store.save(2, STATE, {})
     with pytest.raises(CannotWrite, match="step 2 could not be written .* cancelled; complete steps: none$"):
+        store.wait()
+
+
+@pytest.mark.parametrize("ends_with_an_error", [True, False])
+def test_a_directory_that_was_removed_during_a_save_is_named_as_the_cause(
+    ends_with_an_error, tmp_path, monkeypatch
+):
+    class Removes(Cancelled):
+        def result(self):
+            shutil.rmtree(tmp_path / "checkpoints")
+            if ends_with_an_error:
+                os.listdir(tmp_path / "checkpoints")
+
+    store = CheckpointStore(tmp_path / "checkpoints")
+    (tmp_path / "checkpoints").mkdir(exist_ok=True)
+    monkeypatch.setattr(checkpoint, "_begun_save", lambda *_: Removes())
+    store.save(2, STATE, {})
+    with pytest.raises(CannotWrite, match="checkpoints: the directory is not there any more, as .* removed"):
         store.wait()
 
 
