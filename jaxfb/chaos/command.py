@@ -9,8 +9,9 @@ from itertools import islice
 from pathlib import Path
 
 from jaxfb.chaos import trials
-from jaxfb.chaos.runs import Laboratory
+from jaxfb.chaos.runs import Laboratory, last_sums
 from jaxfb.chaos.trials import Outcome, Trial
+from jaxfb.refusal import Refused
 
 
 def chosen(kills: int, flips: int, faults: bool, devices: int, skip: int = 0) -> Iterator[Trial]:
@@ -40,6 +41,18 @@ def run_trials(
     return outcomes
 
 
+def _check_long_enough(laboratory: Laboratory) -> None:
+    """Refuses runs that end before the last fault is noticed: it would count as one that nobody notices."""
+    from jaxfb.chaos.faults import ENOUGH
+
+    updates, _ = last_sums(laboratory.reference)
+    if updates < ENOUGH:
+        raise Refused(
+            f"[chaos] the runs have {updates} updates, too few for the faults inside a process, of which the last is "
+            f"noticed in update {ENOUGH}; use run.updates={ENOUGH} or more, or --no-faults"
+        )
+
+
 def main(kills: int, flips: int, faults: bool, overrides: tuple[str, ...] = (), skip: int = 0) -> int:
     """Runs all trials but the first `skip` kills in a directory that is removed; returns 0 if nothing was wrong."""
     import jax
@@ -51,6 +64,8 @@ def main(kills: int, flips: int, faults: bool, overrides: tuple[str, ...] = (), 
             _ = (
                 laboratory.reference
             )  # before any trial: where an override is refused, all would have that problem
+        if faults:
+            _check_long_enough(laboratory)
         outcomes = run_trials(wanted, laboratory)
     bad = [outcome for outcome in outcomes if outcome.problems]
     print(f"{len(outcomes)} trials, {len(bad)} with a problem")

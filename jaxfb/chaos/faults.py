@@ -14,7 +14,10 @@ from jaxfb.callbacks import Callback
 from jaxfb.chaos.injectors import AfterUpdate, with_flipped_bit
 
 UPDATE = 6
-"""The update, from 1, in which the faults happen: between two checkpoints of `runs.SMALL`."""
+"""The update, from 1, in which the faults happen: between two checkpoints of `jobs.TRAIN`."""
+_SPIKE = UPDATE + 3
+ENOUGH = _SPIKE + 1
+"""The updates of a run in which every fault happens and is noticed."""
 
 
 def nan_in_parameters() -> Callback:
@@ -46,7 +49,7 @@ def one_copy_differs() -> Callback:
 
 def spike() -> Callback:
     """Multiplies a parameter by -30, so that the loss of the next update jumps."""
-    return AfterUpdate(UPDATE + 3, lambda state: _with_largest(state, lambda leaf: -30 * leaf))
+    return AfterUpdate(_SPIKE, lambda state: _with_largest(state, lambda leaf: -30 * leaf))
 
 
 FAULTS: dict[str, Callable[[], Callback]] = {

@@ -133,6 +133,20 @@ def test_an_override_that_is_refused_ends_the_command_before_any_trial(monkeypat
     assert not said.out
 
 
+@pytest.mark.parametrize(("updates", "given", "code"), [(9, [], 2), (9, ["--no-faults"], 0), (10, [], 0)])
+def test_runs_that_end_before_a_fault_are_refused_with_a_length_that_is_enough(
+    updates, given, code, monkeypatch, capsys
+):
+    """A fault that was never reached counted as one that was not noticed."""
+    monkeypatch.setattr(Laboratory, "run", lambda self, name, **more: Ended((0,), ""))
+    monkeypatch.setattr(command, "last_sums", lambda run: (updates, {}))
+    monkeypatch.setattr(command, "run_trials", lambda *_: [])
+    assert main(["chaos", "--kills", "1", f"run.updates={updates}", *given]) == code
+    said = "the runs have 9 updates, too few for the faults inside a process"
+    found = capsys.readouterr().err
+    assert (said in found and found.endswith("use run.updates=10 or more, or --no-faults\n")) == (code == 2)
+
+
 def test_a_directory_of_the_users_is_not_broken(tmp_path, monkeypatch, capsys):
     """A run that was saved there was continued with nan in its parameters."""
     assert main(["chaos", "run.dir=runs/mine"]) == 2
