@@ -10,7 +10,6 @@ computes wrongly; 130 and 143 ended at once by Ctrl-C or SIGTERM, a training run
 from __future__ import annotations
 
 import argparse
-import errno
 import gc
 import io
 import os
@@ -30,7 +29,7 @@ from jaxfb.cli.keys import as_typed
 from jaxfb.cli.memory import lacks_memory
 from jaxfb.cli.options import POST_TRAINING, parse
 from jaxfb.process.exit_codes import DONE, FAILED, REFUSED, RESUMABLE, UNWRITTEN, code_of
-from jaxfb.process.os_errors import chain
+from jaxfb.process.os_errors import chain, lacks_files
 from jaxfb.process.streams import WhileTaken
 from jaxfb.refusal import Refused
 
@@ -109,6 +108,9 @@ def _explained(error: Exception, options: argparse.Namespace) -> int | None:
         return 128 + signal.SIGPIPE
     if isinstance(error, OSError):
         return _explained_by_system(error, options)
+    if lacks_files(error):  # of XLA, as while it compiles
+        print(f"jaxfb: {str(error).partition(chr(10))[0][:300]}{_more_files(error)}", file=sys.stderr)
+        return UNWRITTEN
     if (code := without_devices(error)) is not None:
         return code
     return REFUSED if lacks_memory(error, None) else None
@@ -125,8 +127,7 @@ def _explained_by_system(error: OSError, options: argparse.Namespace) -> int | N
 
 def _more_files(error: BaseException) -> str:
     """Returns what to do where an error, or one that it follows from, is that too many files are open."""
-    too_many = any(getattr(one, "errno", None) in (errno.EMFILE, errno.ENFILE) for one in chain(error))
-    return "; allow more open files: ulimit -n 4096" * too_many
+    return "; allow more open files: ulimit -n 4096" * any(map(lacks_files, chain(error)))
 
 
 def _place_of(error: Exception) -> str:

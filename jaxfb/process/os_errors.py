@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Iterator
 
 # What a disk, its permissions or a path that is not there refuse: a sentence with the path is enough.
@@ -31,9 +32,18 @@ OF_THE_DISK = frozenset(
 
 FULL = frozenset(getattr(errno, name) for name in ("ENOSPC", "EDQUOT") if hasattr(errno, name))
 
+_TOO_MANY = (errno.EMFILE, errno.ENFILE)
+
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
     """Yields an error and its causes, the latest first."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
+
+
+def lacks_files(error: BaseException) -> bool:
+    """Returns whether too many files are open: by the number of an error, or by the words of XLA, which gives none."""
+    if isinstance(error, OSError):
+        return error.errno in _TOO_MANY
+    return isinstance(error, RuntimeError) and any(os.strerror(number) in str(error) for number in _TOO_MANY)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import pytest
 from tiny import write_tiny
 
@@ -247,6 +248,17 @@ def test_too_many_open_files_are_one_sentence_that_names_the_limit(calls, capsys
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (24, 24))
     assert main(["train", QUICKSTART]) == 2
     assert "this process may open 24 files" in capsys.readouterr().err and len(calls.made) == 1
+
+
+def test_too_many_open_files_in_the_compiler_are_one_sentence_too(calls, capsys):
+    """XLA's error has the system's words and not its number."""
+    words = "INTERNAL: Failed to open /tmp/x.o: Too many open files"
+    calls.error = jax.errors.JaxRuntimeError(f"{words}\nwith a stack trace of C++")
+    assert main(["train", QUICKSTART]) == 74
+    assert capsys.readouterr().err == f"jaxfb: {words}; allow more open files: ulimit -n 4096\n"
+    calls.error = jax.errors.JaxRuntimeError("INTERNAL: another")
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        main(["train", QUICKSTART])
 
 
 def test_output_that_nobody_reads_to_its_end_is_no_error():
