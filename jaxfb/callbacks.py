@@ -65,7 +65,11 @@ class RunInProgress(Protocol):
         ...
 
     def stop(self, reason: str) -> None:
-        """Ends the run after the update in progress, saved; on several processes call it on every one alike."""
+        """Ends the run after the update in progress, saved; for callbacks.
+
+        On several processes every one must call it after the same update. Where one alone does, it saves while the
+        others compute: all wait for each other until hosts.stuck_after ends the job.
+        """
         ...
 
     def tick(self) -> None:

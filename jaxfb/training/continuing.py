@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxfb.refusal import shown
 from jaxfb.training.ending import length_key, what_is_saved
 from jaxfb.training.report import command
 from jaxfb.training.run_dir import RunDirectory
@@ -20,6 +21,17 @@ def after_a_loss(directory: RunDirectory, newest: int | None) -> str:
     if newest is None:
         return "nothing is saved yet: start the run again"
     return f"update {newest} is saved: start the run again with --resume"
+
+
+def after_a_loss_of(run: Run, processes: int) -> str:
+    """Returns the same for a run in progress; a callback that stops it on this process alone keeps all waiting."""
+    advice = after_a_loss(run.directory, run.newest_saved)
+    if run.stopped is None or processes == 1:
+        return advice
+    return (
+        f"a callback of this process has called run.stop({shown(run.stopped)}), which every process must call after "
+        f"the same update; {advice}"
+    )
 
 
 def already_finished(directory: RunDirectory, config: Any, updates: int) -> str:

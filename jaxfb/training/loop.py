@@ -29,7 +29,15 @@ from jaxfb.refusal import Refused, boolean
 from jaxfb.registry import attribute_of
 from jaxfb.training.agreement import what_runs
 from jaxfb.training.compile_cache import use_compile_cache
-from jaxfb.training.continuing import after_a_loss, again, already_finished, left, saved, where_from
+from jaxfb.training.continuing import (
+    after_a_loss,
+    after_a_loss_of,
+    again,
+    already_finished,
+    left,
+    saved,
+    where_from,
+)
 from jaxfb.training.disk import bytes_of, lack_of_space
 from jaxfb.training.ending import after_failures, after_fault
 from jaxfb.training.guard import DeviceFault, GuardAbort, NonFiniteAbort
@@ -122,7 +130,7 @@ def _run(
         with Undo(directory, lock) as undo, Run(work, directory, hosts.say) as run_:
             hosts.first(lambda: undo.begin(start.fresh))
             tell_begun()
-            hosts.advise(lambda: after_a_loss(directory, run_.newest_saved))
+            hosts.advise(lambda: after_a_loss_of(run_, hosts.count))
             try:
                 with as_runtime_errors():
                     return _Loop(hosts, run_, callbacks, interrupt, undo).start(start)

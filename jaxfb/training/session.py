@@ -146,7 +146,11 @@ class Run(AbstractContextManager["Run"]):
         return self.done >= self.total
 
     def stop(self, reason: str) -> None:
-        """Ends the run after the update in progress, saved; for callbacks, on every process alike."""
+        """Ends the run after the update in progress, saved; for callbacks.
+
+        On several processes every one must call it after the same update. Where one alone does, it saves while the
+        others compute: all wait for each other until hosts.stuck_after ends the job.
+        """
         self.stopped = reason
 
     def tick(self) -> None:

@@ -25,7 +25,7 @@ from jaxfb.config import ConfigError, load_config
 from jaxfb.metrics import read_jsonl
 from jaxfb.planner import host_fit
 from jaxfb.process.launcher import Connection
-from jaxfb.training.continuing import where_from
+from jaxfb.training.continuing import after_a_loss_of, where_from
 from jaxfb.training.ending import where_it_lies
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.run_lock import OpenDirectory, RunLock
@@ -481,3 +481,16 @@ def test_a_run_that_was_saved_beyond_its_end_is_described(tmp_path):
     assert said.startswith(
         f"{tmp_path} was saved after update 4, beyond the 2 that run.updates gives: it ends there"
     )
+
+
+def test_a_process_that_a_callback_has_stopped_tells_so_where_the_job_hangs(tmp_path):
+    """One alone that calls run.stop keeps all waiting until hosts.stuck_after, and nothing told why."""
+    run = SimpleNamespace(directory=RunDirectory(tmp_path), newest_saved=4, stopped=None)
+    plain = "update 4 is saved: start the run again with --resume"
+    assert after_a_loss_of(run, 2) == plain
+    run.stopped = "good enough"
+    assert after_a_loss_of(run, 2) == (
+        "a callback of this process has called run.stop('good enough'), which every process must call after the same "
+        f"update; {plain}"
+    )
+    assert after_a_loss_of(run, 1) == plain
