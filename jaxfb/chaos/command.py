@@ -41,12 +41,15 @@ def run_trials(
     return outcomes
 
 
-def _check_long_enough(laboratory: Laboratory) -> None:
-    """Refuses runs that end before the last fault is noticed: it would count as one that nobody notices."""
+def _check_reference(laboratory: Laboratory, faults: bool) -> None:
+    """Makes the run without a fault before any trial: where that is refused, all trials would have this problem.
+
+    Refuses runs that end before the last fault is noticed: it would count as one that nobody notices.
+    """
     from jaxfb.chaos.faults import ENOUGH
 
     updates, _ = last_sums(laboratory.reference)
-    if updates < ENOUGH:
+    if faults and updates < ENOUGH:
         raise Refused(
             f"[chaos] the runs have {updates} updates, too few for the faults inside a process, of which the last is "
             f"noticed in update {ENOUGH}; use run.updates={ENOUGH} or more, or --no-faults"
@@ -61,11 +64,7 @@ def main(kills: int, flips: int, faults: bool, overrides: tuple[str, ...] = (), 
         laboratory = Laboratory(Path(directory), overrides)
         wanted = list(chosen(kills, flips, faults, jax.device_count(), skip))
         if wanted:
-            _ = (
-                laboratory.reference
-            )  # before any trial: where an override is refused, all would have that problem
-        if faults:
-            _check_long_enough(laboratory)
+            _check_reference(laboratory, faults)
         outcomes = run_trials(wanted, laboratory)
     bad = [outcome for outcome in outcomes if outcome.problems]
     print(f"{len(outcomes)} trials, {len(bad)} with a problem")
