@@ -217,7 +217,7 @@ def _checked_size(axis: str, size: Any) -> int:
 
 
 def _checked_devices(devices: Any) -> list:
-    """Returns `devices` as a list; refuses none at all, what is no device, and one that is there twice."""
+    """Returns `devices` as a list; refuses none at all, what is not a device, and one that is there twice."""
     found = devices.flatten() if isinstance(devices, np.ndarray) else devices
     found = list(found) if isinstance(found, list | tuple | np.ndarray) else []
     if (

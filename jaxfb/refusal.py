@@ -241,7 +241,7 @@ def _prefix(who: str) -> str:
 
 
 def _index(value: Any) -> int | None:
-    """Returns the int that `value` is, None for a bool and for all that is no integer."""
+    """Returns the int that `value` is, None for a bool and for all that is not an integer."""
     if isinstance(value, bool) or type(value).__name__ in ("bool_", "bool"):
         return None
     try:

@@ -21,10 +21,10 @@ Patterns = tuple[str, ...]
 
 
 def checked_patterns(given: Any) -> Patterns | None:
-    """Returns patterns as a tuple; None is no choice, so that every leaf is trained.
+    """Returns patterns as a tuple; None is not a choice, so that every leaf is trained.
 
     Raises:
-      ValueError: they are no list of strings, or none.
+      ValueError: they are not a list of strings, or none.
     """
     if given is None:
         return None

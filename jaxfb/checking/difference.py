@@ -17,7 +17,7 @@ class Difference:
     """Describes what differs: a quantity ("grads", "metrics", ...), the leaf of it, and by how much or how.
 
     size: relative difference, infinite where one alone is finite.  allowed: what rounding may make of it.
-    problem: in words, where it is no number: another structure, shape or dtype.
+    problem: in words, where it is not a number: another structure, shape or dtype.
     """
 
     quantity: str

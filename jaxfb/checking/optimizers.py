@@ -17,7 +17,7 @@ from jaxfb.optim import make_optimizer
 
 PyTree = Any
 RATE = 1e-2
-EPS = 1e-3  # so large that a gradient of rounding errors is no step of full length
+EPS = 1e-3  # so large that a gradient of rounding errors is not a step of full length
 
 
 def optimizer_of(name: str) -> optax.GradientTransformation:

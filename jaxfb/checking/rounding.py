@@ -19,7 +19,7 @@ _OF_GRADIENTS = ("grads", "parameters", "optimizer state", "grad_norm", "clipped
 def allowing_for_rounding(found: list[Difference], case: Case, problem: Problem) -> list[Difference]:
     """Returns the differences with more allowed where one device, in the case's dtype, is far from itself in float64.
 
-    A mistake of the engine stays one: it is no part of what the device alone is off by. Where nothing differs, or the
+    A mistake of the engine stays one: it is not part of what the device alone is off by. Where nothing differs, or the
     dtype has many bits, all is returned as it is.
     """
     if case.computes_in not in FEW_BITS or not any(one.found for one in found):

@@ -49,7 +49,7 @@ def try_case(case: Case, own: OwnModel | None = None) -> Outcome:
 def large_tables(case: Case) -> Iterator[None]:
     """Lowers the size from which an embedding or a head is large, if the case asks for it.
 
-    The size is no argument of what JAX traces: clear its caches afterwards, as `try_case` does.
+    The size is not an argument of what JAX traces: clear its caches afterwards, as `try_case` does.
     """
     usual = data.LARGEST_SCATTER
     data.LARGEST_SCATTER = 2**9 if case.large_tables else usual

@@ -89,7 +89,7 @@ class CheckpointStore(SavedSteps):
           state: pytree of jax.Array (sharded in any way, PRNG key arrays included).
           host: a JSON-able dict, such as data position, config, metrics, versions; equal on every process.
         Raises:
-          ValueError: the step exists, a leaf is no array, or `host` is not JSON.
+          ValueError: the step exists, a leaf is not an array, or `host` is not JSON.
           CannotWrite: this save failed, or the previous asynchronous one.
         """
         self.wait()
@@ -128,7 +128,7 @@ class CheckpointStore(SavedSteps):
         Raises:
           FileNotFoundError: there is no such step, or none that can be read.
           StorageError: the given step is damaged; or a process may not read a step, or has too many files open, which
-            is no damage, so that no older step is taken.
+            is not damage, so that no older step is taken.
           ValueError: names, shapes or dtypes differ; the message lists them.
         """
         boolean("partial", partial, who=WHO)

@@ -44,6 +44,6 @@ def _keys(sentence: str) -> dict[str, str]:
 
 
 def _renamed(sentence: str, names: Mapping[str, str], between: str) -> str:
-    """Returns the sentence with each `name=` exchanged that is no part of another key or of Python code."""
+    """Returns the sentence with each `name=` exchanged that is not part of another key or of Python code."""
     pattern = rf"(?<![\w.(\[{{\"'-])({'|'.join(map(re.escape, names))})=(?=\S)"
     return re.sub(pattern, lambda found: f"{names[found[1]]}{between}", sentence)

@@ -28,7 +28,7 @@ AFTER_A_KILL = 5.0  # the same, where one was killed: the others cannot continue
 AFTER_THE_END = 300.0
 """The same, once one is done: the others are at their end too, but may still upload what they logged."""
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0
-DOUBLINGS = 16  # of the wait, far beyond the longest; 2**1024 is no float
+DOUBLINGS = 16  # of the wait, far beyond the longest; 2**1024 is not a float
 
 # (index, number of processes, coordinator or None, whether the run has begun) -> command and environment
 Command = Callable[[int, int, "str | None", bool], tuple[list[str], dict[str, str]]]

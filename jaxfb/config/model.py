@@ -61,7 +61,7 @@ class ModelConfig(TransformerConfig):
         Sizes that the section has already are those of a saved run, which does not need the directory any more.
 
         Raises:
-          ValueError: `from` is no directory of a model, or the section has another value than its config.json.
+          ValueError: `from` is not a directory of a model, or the section has another value than its config.json.
         """
         source = given.get("from")
         if isinstance(source, str):

@@ -232,7 +232,7 @@ class CriticConfig:
 
 
 def known_template(section: str, template: str | None) -> None:
-    """Refuses a name that is no template and no file of one."""
+    """Refuses a name that is neither a template nor a file of one."""
     if template is None or template in TEMPLATES or template.endswith(".jinja"):
         return
     near = difflib.get_close_matches(template, TEMPLATES, n=1)

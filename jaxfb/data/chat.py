@@ -90,7 +90,7 @@ class Chat:
         made = _BUILT_IN.get(self.template)
         if made is not None:
             eos = self.variables.get("eos_token", "")
-            has_end = self.tokenizer.id_of("<|im_end|>") is not None  # else chatml's end is no token
+            has_end = self.tokenizer.id_of("<|im_end|>") is not None  # else chatml's end is not a token
             return made(messages, opening, "" if has_end else eos, eos)
         plain = [dict(message) for message in messages]
         return self._compiled(messages=plain, add_generation_prompt=opening, **self.variables)
@@ -249,7 +249,7 @@ def read_chat(directory: str | Path, tokenizer: Tokenizer) -> Chat | None:
     "eos_token_id" of generation_config.json, or of config.json where that is missing.
 
     Raises:
-      ValueError: a file is no JSON, or has another value than such a key may have; or as `make_chat`.
+      ValueError: a file is not JSON, or has another value than such a key may have; or as `make_chat`.
     """
     path = Path(directory)
     if (path / FILE).is_file():

@@ -157,7 +157,7 @@ def _check_mixture(config: DataConfig) -> None:
 
 
 def _check_types(config: DataConfig) -> None:
-    """Refuses a number of another kind, NaN, infinity, and what is no text."""
+    """Refuses a number of another kind, NaN, infinity, and what is not text."""
     for name in ("path", "held_out_path"):
         value = getattr(config, name)
         paths = value if isinstance(value, list | tuple) else ["" if value is None else value]

@@ -17,7 +17,7 @@ def compile_template(source: str) -> Callable[..., str]:
     """Returns a function of the template's variables (messages, add_generation_prompt, bos_token, ...) to its text.
 
     Raises:
-      ValueError: the source is no template; calling it: the template refuses its messages, or reads what is not there.
+      ValueError: the source is not a template; calling it: the template refuses its messages, or reads what is missing.
     """
     from jinja2 import TemplateError
 

@@ -55,7 +55,7 @@ class PackedRows(Rows):
     Row k holds pieces row_start[k] .. row_start[k + 1]; piece p is length[p] slots from stream[offset[p]] on.
     row_start: i64[num_rows + 1]. offset: i64[num_pieces]. length: i32[num_pieces].
     fingerprint: of tokens, packing and sequence length; two equal ones hold the same rows.
-    joined: a row's tokens see all before them, whatever document they are of; its pieces are no segments.
+    joined: a row's tokens see all before them, whatever document they are of; its pieces are not segments.
     """
 
     stream: TokenStream

@@ -52,7 +52,7 @@ class TokenStream:
         """Returns i32[n]: the tokens at i64[n] positions.
 
         Raises:
-          OutsideVocabulary: one of them is no id; it names the file and the place in it.
+          OutsideVocabulary: one of them is not an id; it names the file and the place in it.
           ValueError: a file was cut short.
         """
         if len(self._arrays) == 1:

@@ -279,7 +279,7 @@ class LibraryTokenizer:
 
 
 def absent_ids(tokenizer: Tokenizer, vocab_size: int) -> tuple[tuple[int, int], ...]:
-    """Returns ranges (first, end) of the ids below `vocab_size` that are no token: padding, and holes.
+    """Returns ranges (first, end) of the ids below `vocab_size` that are not tokens: padding, and holes.
 
     What samples from a model of that vocabulary leaves them out, since no text corresponds to them.
     """

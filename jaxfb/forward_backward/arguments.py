@@ -69,7 +69,7 @@ _WITHOUT_THE_REST = (
 
 
 def check_model(model: Any) -> None:
-    """Raises ValueError for what is no loss function and no `Pipelined`, or takes other arguments than these do."""
+    """Raises ValueError for what is neither a loss function nor a `Pipelined`, or takes other arguments than these."""
     if isinstance(model, Pipelined):
         for name, arguments in _STAGES.items():
             _check_function(f"Pipelined.{name}", getattr(model, name), arguments)
@@ -128,7 +128,7 @@ def check_plan(plan: Any, mesh: Mesh, forward_only: bool) -> None:
 def check_params(
     params: PyTree, forward_only: bool, concrete: bool = False, trainable: Patterns | None = None
 ) -> None:
-    """Raises ValueError for a leaf that is no array or, where there is a backward and it is trained, no float array.
+    """Raises ValueError for a leaf that is not an array or, where a backward trains it, not a float array.
 
     concrete: shapes without numbers are refused too. trainable: as `EngineOptions.trainable`.
     """
@@ -241,7 +241,7 @@ def check_reduce_dtype(reduce_dtype: Any, accum_dtype: Any) -> None:
 
 
 def checked_scale(grad_scale: Any) -> float | jax.Array:
-    """Returns `grad_scale` as a float, or as the array that it is; ValueError if it is no number or not finite."""
+    """Returns `grad_scale` as a float, or as the array that it is; ValueError if it is not a number or not finite."""
     if not _is_scale(grad_scale):
         raise Refused(
             f"grad_scale must be one finite number, the factor of the gradients, got {shown(grad_scale)}"
@@ -314,7 +314,7 @@ def prng_keys(rng: Any) -> jax.Array | None:
     if isinstance(rng, (int, np.integer)) and not isinstance(rng, bool):
         return jax.random.key(integer("rng", rng, least=-INT64 - 1, most=INT64))
     if isinstance(rng, (jax.Array, np.ndarray)) and rng.ndim:
-        with contextlib.suppress(TypeError):  # raised for data that is no key
+        with contextlib.suppress(TypeError):  # raised for data that is not a key
             rng = jax.random.wrap_key_data(jnp.asarray(rng)) if rng.dtype == jnp.uint32 else rng
     if isinstance(rng, jax.Array) and jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
         return rng
@@ -341,7 +341,7 @@ def float_dtype(name: str, value: Any) -> str | None:
 
 
 def layer_counts(value: Any) -> tuple[int, ...] | None:
-    """Returns `layers_per_stage` as a tuple, or raises ValueError if it is no sequence of non-negative integers."""
+    """Returns `layers_per_stage` as a tuple, or raises ValueError if it is not a sequence of non-negative integers."""
     if value is None:
         return None
     try:

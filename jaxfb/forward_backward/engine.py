@@ -224,7 +224,7 @@ class ForwardBackward:
         self.check_plan(model, plan, forward_only)
         check_params(params, forward_only, concrete, self.options.trainable)
         if isinstance(model, Pipelined):
-            num_layers(params)  # refuses what is no dict with layers
+            num_layers(params)  # refuses what is not a dict with layers
             params = dict(params)
             check_marks(model, params, self.mesh)
         return params, resolve(self.mesh, self.options, model, params, plan)

@@ -257,7 +257,7 @@ class VocabularyPlacement(HeadPlacement):
 
 
 def check_placement(name: Any) -> None:
-    """Raises ValueError for a name that is no head placement; "module:class" may be a subclass of `HeadPlacement`."""
+    """Raises ValueError for a name that is not a head placement; "module:class" may name a `HeadPlacement`."""
     if not isinstance(name, str) or ":" not in name:
         choice("head_placement", name, tuple(HEADS))
     elif not (

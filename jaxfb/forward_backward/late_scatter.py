@@ -74,7 +74,7 @@ class LateScatter:
     def take(self, sums: PyTree, waiting: Waiting, made: OfLayer, free: PyTree) -> tuple[PyTree, Waiting]:
         """Returns (sums, what waits) with a layer's gradients in one or the other.
 
-        free: buffers, of `step_further`; None: of a backward that is no loop, the first layer, which gets new ones.
+        free: buffers, of `step_further`; None: of a backward that is not a loop, the first layer, which gets new ones.
         """
         late, in_turn = self._parts(sums, made)
         if self._overwriting is not None:
@@ -128,5 +128,5 @@ def _run(steps: Sequence[Step], of: OfLayer) -> OfLayer:
 
 
 def _zeros(shapes: PyTree) -> PyTree:
-    """Returns zeros that are no constants, for which XLA would pass over the gradients once more in every turn."""
+    """Returns zeros that are not constants, for which XLA would pass over the gradients once more in every turn."""
     return lax.optimization_barrier(jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), shapes))

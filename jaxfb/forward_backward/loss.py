@@ -74,7 +74,7 @@ def as_loss_output(out: Any) -> LossOutput:
     """Returns the loss function's answer as a LossOutput of float terms, none narrower than float32.
 
     Raises:
-      ValueError: the answer is no LossOutput or Sum, or something in it is not what its place asks for.
+      ValueError: the answer is not a LossOutput or Sum, or something in it is not what its place asks for.
     """
     if isinstance(out, Sum):
         out = LossOutput({"loss": out})
@@ -99,7 +99,7 @@ def as_term(name: str, term: Any) -> Sum:
     """Returns a term with a float total [] and a weight [] or None, none narrower than float32.
 
     Raises:
-      ValueError: the term is no Sum of such.
+      ValueError: the term is not a Sum of such.
     """
     if not isinstance(term, Sum):
         raise Refused(f"term {name!r} must be a jaxfb.Sum(total, weight), got {_described(term)}")
@@ -119,7 +119,7 @@ def as_metric(name: str, metric: Any) -> Sum | Max | Min | Last:
     """Returns a metric of arrays none of which is narrower than float32; a Sum's weight has its total's shape.
 
     Raises:
-      ValueError: the metric is no Sum, Max, Min or Last of numbers, or a weight has another shape than its total.
+      ValueError: the metric is not a Sum, Max, Min or Last of numbers, or a weight has another shape than its total.
     """
     if isinstance(metric, (Max, Min, Last)):
         return type(metric)(_at_least_float32(_numbers(f"metric {name!r}", metric.array)))

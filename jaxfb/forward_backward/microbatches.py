@@ -167,7 +167,7 @@ def _check_batch(batch: PyTree, plan: BatchPlan) -> None:
 
 
 def check_leaves(batch: PyTree) -> None:
-    """Raises ValueError for a batch that is no tree of arrays of numbers [rows, ...]."""
+    """Raises ValueError for a batch that is not a tree of arrays of numbers [rows, ...]."""
     listed = isinstance(batch, (list, tuple)) and batch and all(isinstance(part, Mapping) for part in batch)
     parts = f" of {len(batch)} dicts" if listed else ""
     if parts or isinstance(batch, Iterator):

@@ -246,7 +246,7 @@ def with_options(function: Function) -> Function:
 
 
 def check_names(function: str, options: Mapping[str, Any], further: Collection[str] = ()) -> None:
-    """Raises TypeError, as Python does of a misspelt keyword, for what is no option.
+    """Raises TypeError, as Python does of a misspelt keyword, for what is not an option.
 
     further: names of the function's other arguments, of which one may be meant.
     """

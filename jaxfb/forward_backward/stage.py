@@ -29,7 +29,7 @@ from jaxfb.types import LossOutput, PyTree
 Again = Callable[[jax.Array, Layers, PyTree], PyTree]
 """Runs a layer's forward once more: (place, layer, its input) -> hidden after it."""
 WRITTEN_OUT = 4
-"""In a pipeline, backwards of at most so many layers are no loop. Sums that a loop inside the loop over ticks
+"""In a pipeline, backwards of at most so many layers are not a loop. Sums that a loop inside the loop over ticks
 carries are moved out of fast memory and back in every tick; measured ahead of time for TPU v5e, where all of them fit
 into VMEM otherwise. More layers make the program larger for nothing: their sums do not fit."""
 
@@ -351,7 +351,7 @@ class Stage:
         return self._scatter(target).nothing_yet(target.sums, self._of_last(layers))
 
     def _is_written_out(self, layers: Layers) -> bool:
-        """Returns whether the backwards of the layers are written out, and are no loop."""
+        """Returns whether the backwards of the layers are written out, and are not a loop."""
         return len(self._places(layers)) <= self._written_out
 
     def _scatter(self, target: Target) -> LateScatter:

@@ -1,6 +1,6 @@
 """Finds what a traced total adds up, and which inputs each summand reads.
 
-A total such as error.sum() + 0.1 * (w**2).sum() is no sum over rows: the second summand reads no row, so it would be
+A total such as error.sum() + 0.1 * (w**2).sum() is not a sum over rows: the second summand reads no row, so it would be
 counted once for each microbatch, or for each device that computes a share of the rows.
 """
 
@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 from jaxfb.platforms.compat import called, equations, is_traced
 
 CLOSED_OVER = "closed over"
-"""Stands for traced values that are no inputs: of a surrounding `jax.jit`, or frozen parameters."""
+"""Stands for traced values that are not inputs: of a surrounding `jax.jit`, or frozen parameters."""
 MOST = 64
 """Totals of more summands are taken as one."""
 _ADD = {"add", "sub", "add_any"}
@@ -29,7 +29,7 @@ class Summand(NamedTuple):
     """A summand of a result.
 
     reads: numbers of the inputs that it depends on, names of the mesh axes along which it communicates, and CLOSED_OVER
-      where it depends on a traced value that is no input.
+      where it depends on a traced value that is not an input.
     text:  the same for the same computation in programs for other sizes of data; "" where data are read.
     over:  names of the mesh axes over whose devices it is a sum already, so that each of them has all of it.
     """

@@ -94,7 +94,7 @@ class Traced:
         return jax.tree.map(lambda place: self._summands[key][place], places)
 
     def closes_over(self, place: int) -> bool:
-        """Returns whether a result depends on a traced value that is no input, whose number is not known yet."""
+        """Returns whether a result depends on a traced value that is not an input, whose number is not known yet."""
         return any(CLOSED_OVER in one.reads for one in self.summands(place))
 
     def with_numbers(self) -> Traced:
@@ -121,7 +121,7 @@ class Traced:
         ]
 
     def repeats_draws(self) -> bool:
-        """Returns whether random numbers are drawn from what is no input, so that every call draws the same ones."""
+        """Returns whether random numbers are drawn from what is not an input: every call draws the same ones."""
         return repeats_draws(self._program, [True] * self.num_inputs)
 
     def function(self, *places: int) -> Callable:

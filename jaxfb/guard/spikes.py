@@ -60,7 +60,7 @@ class SpikeDetector:
         return {name: score for name, score in scores.items() if score > self._threshold}
 
     def limits(self, without_last: bool = False) -> dict[str, float]:
-        """Returns, by name, the largest number of the next update that is no spike; infinite while none is judged.
+        """Returns, by name, the largest number of the next update that is not a spike; infinite while none is judged.
 
         Args:
           without_last: judge by the values before the one that came last.

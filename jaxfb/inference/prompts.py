@@ -52,7 +52,7 @@ def prompt_in(where: str) -> str:
 def read_text(path: str | Path, who: str) -> str:
     """Returns the text of a file without a byte order mark; refuses one that is not there or not UTF-8."""
     file = Path(path)
-    if file.is_dir() or not file.exists():  # a pipe is no file, but can be read
+    if file.is_dir() or not file.exists():  # a pipe is not a file, but can be read
         raise Refused(f"{who} there is no file {file}")
     try:
         return file.read_text(encoding="utf-8").removeprefix(BOM)

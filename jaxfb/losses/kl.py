@@ -73,7 +73,7 @@ def kl_in_reward(
 
     Raises:
       ValueError: an unknown estimator, a straight-through one (it has no meaning in a reward), or a coefficient
-        that is no number, negative or infinite.
+        that is not a number, negative or infinite.
     """
     check_kl_estimator(estimator)
     check_not_negative("reward", 0.0, coefficient=coefficient)

@@ -69,7 +69,7 @@ class LoRA:
 
 
 def _checked_targets(given: Any) -> tuple[str, ...]:
-    """Returns names and patterns as a tuple; refuses what is no list of strings, and none."""
+    """Returns names and patterns as a tuple; refuses what is not a list of strings, and none."""
     targets = tuple(given) if is_several(given) else ()
     if targets and all(isinstance(one, str) and one for one in targets):
         return targets

@@ -25,7 +25,7 @@ CONTEXT_ATTENTION = ("auto", "ring", "all_gather", "all_to_all")
 
 
 def check_types(config: TransformerConfig) -> None:
-    """Refuses a number of another kind, NaN and infinity, what is no flag and no text."""
+    """Refuses a number of another kind, NaN and infinity, what is neither a flag nor text."""
     for one in fields(config):
         name, value, kind = one.name, getattr(config, one.name), str(one.type)
         if value is None and (one.default is None or "None" in kind):

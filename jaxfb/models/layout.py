@@ -25,7 +25,7 @@ def stages_of(layout: str) -> tuple[str, ...]:
     """Returns the symbols of each stage, such as ("Ett", "tt", "tL"), with repetitions written out.
 
     Raises:
-      ValueError: what is written is no layout, or E is not its first symbol, or L not its last.
+      ValueError: what is written is not a layout, or E is not its first symbol, or L not its last.
     """
     instance(NAME, layout, str, 'a layout such as "Ett|tt|ttL"')
     written = _written_out(layout)
@@ -49,7 +49,7 @@ def layers_of_stages(layout: str, config: TransformerConfig | None = None) -> tu
       layout: as at the top of this file.
       config: of the model; None for one whose entries of "layers" are its layers.
     Raises:
-      ValueError: it is no layout, has other layers than the model, or a stage has no whole periods.
+      ValueError: it is not a layout, has other layers than the model, or a stage has no whole periods.
     """
     stages = stages_of(layout)
     counts = [stage.count("t") for stage in stages]

@@ -159,7 +159,7 @@ def _of_kind(plain: TransformerConfig, kind: LayerKind) -> TransformerConfig:
 def settle(config: TransformerConfig) -> dict[str, Any]:
     """Returns the fields of a config with the one description of its stack that there is.
 
-    Layers that are no whole period come first, a period is the shortest there is, and a pattern of one kind is no
+    Layers that are not a whole period come first, a period is the shortest there is, and a pattern of one kind is no
     pattern.
 
     Raises:
@@ -216,7 +216,7 @@ def check_kinds(name: str, kinds: Any) -> tuple[LayerKind, ...]:
     """Returns a list of kinds as a tuple.
 
     Raises:
-      ValueError: it is no list of `LayerKind`, or they are too many.
+      ValueError: it is not a list of `LayerKind`, or they are too many.
     """
     if not isinstance(kinds, list | tuple) or not all(isinstance(kind, LayerKind) for kind in kinds):
         raise Refused(

@@ -113,7 +113,7 @@ def block_size(length: int) -> int:
 
 
 def scaled(query: jax.Array) -> jax.Array:
-    """Scales queries in float32, since the kernel's scores are plain products and 1 / sqrt(K) is no bfloat16 number."""
+    """Scales queries in float32, since the kernel's scores are plain products and 1 / sqrt(K) is not in bfloat16."""
     return (query.astype(jnp.float32) * query.shape[-1] ** -0.5).astype(query.dtype)
 
 

@@ -70,7 +70,7 @@ class Variant:
         """Returns how many numbers of a head turn.
 
         Raises:
-          ValueError: they are no pairs.
+          ValueError: they are not pairs.
         """
         size = int(head_size * self.rotary_share + 1e-6)  # 44 * (30 / 44) is a little less than 30
         if size % 2 or not size:

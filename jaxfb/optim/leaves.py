@@ -28,7 +28,7 @@ def is_stacked(path: tuple) -> bool:
 def stacked(params: PyTree) -> PyTree:
     """Returns which leaves are [num_layers, ...], a tree of bool: by their paths, and by their first dims.
 
-    Where those under one "layers" differ, it is no stack, but a module of that name.
+    Where those under one "layers" differ, it is not a stack, but a module of that name.
     """
     firsts: dict[tuple | None, set] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):

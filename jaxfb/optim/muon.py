@@ -1,4 +1,4 @@
-"""Makes the direction of Muon: each matrix's momentum, orthogonalised, and Adam's for what is no hidden matrix.
+"""Makes the direction of Muon: each matrix's momentum, orthogonalised, and Adam's for what is not a hidden matrix.
 
 The iteration that orthogonalises a matrix multiplies it by itself again and again. Of a matrix that is cut over devices
 every product would be communicated. So where the devices are known they hand each other whole matrices, each gets some

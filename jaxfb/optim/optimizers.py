@@ -94,7 +94,7 @@ def make_optimizer(
         adafactor: decay_rate=0.8, clipping_threshold=1.0, scale_by_parameter=True, eps=1e-30,
           min_dim_size_to_factor=128
         muon: momentum=0.95, nesterov=True, ns_steps=5, consistent_rms=0.2, matrices=`muon_matrices`;
-          the AdamW of the leaves that are no matrices: b1=0.9, b2=0.95, eps=1e-8
+          the AdamW of the leaves that are not matrices: b1=0.9, b2=0.95, eps=1e-8
           consistent_rms gives every matrix an update of that RMS, like AdamW's, so that one learning rate
           serves both (arXiv:2502.16982); None scales by sqrt(max(1, fan_out / fan_in)) as the first Muon did
         sgd: momentum=0.0, nesterov=False

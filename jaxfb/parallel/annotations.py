@@ -1,4 +1,4 @@
-"""Reads what parameters carry: Flax's sharding annotations, the placement of arrays, and leaves that are no parameters.
+"""Reads what parameters carry: Flax's sharding annotations, the placement of arrays, and which leaves are parameters.
 
 Flax's classes are found among the modules that are loaded: who has none of its objects need not wait for its import.
 """

@@ -47,7 +47,7 @@ class Estimate:
     peak. working: whole weights, one layer's backward, logits, and on a TPU the holes between all of these; or
     what an update takes, if that is more.
     wire_seconds: communication; exposed_seconds: what of it nothing hides.
-    host: bytes of the optimizer's state in the host's memory, which are no part of any sum here. host_seconds: to read
+    host: bytes of the optimizer's state in the host's memory, which are not part of any sum here. host_seconds: to read
     them twice; they are written while others are read.
     offload_seconds: for which layers' inputs are waited for on their way to the host and back (remat "offload").
     """

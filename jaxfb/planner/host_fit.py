@@ -55,7 +55,7 @@ def check_host(config: Any, say: Callable[[str], None] = print) -> None:
 
 def check_of_programs(config: Any) -> Callable[[jax.stages.Compiled], None] | None:
     """Returns what refuses a compiled update whose temporary buffers are larger than what is free; None where the
-    devices are no CPUs.
+    devices are not CPUs.
 
     The state is there by then, so that nothing is estimated but what other processes do meanwhile.
     """

@@ -27,7 +27,7 @@ from jaxfb.training.machine import bytes_of_device
 
 Planned = Config | PostTrainingConfig
 SHOWN = 3
-SPARE = 0.1  # of the memory, that a proposal leaves free: the formula is no compiler
+SPARE = 0.1  # of the memory, that a proposal leaves free: the formula is not a compiler
 
 
 def remedy(config: Any, error: BaseException | None = None) -> str:

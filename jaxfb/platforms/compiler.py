@@ -87,7 +87,7 @@ def checked_options(given: Any) -> Options | None:
     """Returns `compiler_options` in a form that can be hashed; None stays None.
 
     Raises:
-      ValueError: they are no mapping from names to values, or to None.
+      ValueError: they are not a mapping from names to values, or to None.
     """
     if given is None:
         return None

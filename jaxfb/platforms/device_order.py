@@ -78,7 +78,7 @@ def _in_one_slice(shape: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray:
 def _splitting(
     create: Callable[..., np.ndarray], *shapes: tuple[int, ...], devices: Sequence[Any]
 ) -> np.ndarray:
-    """Returns what `create` makes. An axis of a torus may be split where sizes are no product of the torus' own.
+    """Returns what `create` makes. An axis of a torus may be split where sizes are not a product of the torus' own.
 
     It always may be in one so small that whole axes seldom fit, as in `jax.make_mesh`.
     """

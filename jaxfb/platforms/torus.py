@@ -43,7 +43,7 @@ def is_of_cubes(lengths: Sequence[int]) -> bool:
 def with_pairs_adjacent(made: np.ndarray, axis: int) -> np.ndarray:
     """Returns devices of TPUs in an order in which pairs of a mesh axis within a ring are neighbours.
 
-    made: devices, in the shape of the mesh; returned as they are if they are no slice of cubes. axis: of the array.
+    made: devices, in the shape of the mesh; returned as they are if they are not a slice of cubes. axis: of the array.
     """
     if any(getattr(device, "coords", None) is None for device in made.flat):
         return made

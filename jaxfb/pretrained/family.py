@@ -41,7 +41,7 @@ class Architecture:
     activations: the values of `hidden_act` -> our `variant.activation`.
     keys:        sizes -> the keys of config.json that differ from the Llama family's.
     layer_names: our path below one layer -> the tensor's name below "model.layers.N", or a `Place`.
-    outer_names: our path of what is no layer -> the tensor's name.
+    outer_names: our path of what is not a layer -> the tensor's name.
     default_theta: of rotary positions, where config.json has none.
     rope_by_type: whether `rope_parameters` may have one object for each type of layers, which `sizes` reads.
     rope_in_part: whether only a part of each head may turn, which `sizes` reads.

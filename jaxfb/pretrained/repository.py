@@ -168,7 +168,7 @@ def read_json(file: Path) -> dict[str, Any]:
         raise Refused(f"[hf] there is no file {file}{download_hint(file.parent)}")
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # also of text that is no UTF-8, and of endless digits
+    except (ValueError, RecursionError) as error:  # also of text that is not UTF-8, and of endless digits
         raise Refused(f"[hf] {file} is not JSON: {error}") from None
     if not isinstance(values, dict):
         raise Refused(f"[hf] {file} must be a JSON object")

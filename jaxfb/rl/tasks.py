@@ -79,8 +79,8 @@ class Task(Protocol):
 
 
 class BadJudgement(Refused):
-    """Raised where a task returns a reward that is no finite number or an `is_correct` that is no bool, raises, or
-    changes its problem.
+    """Raised where a task returns a reward that is not a finite number or an `is_correct` that is not a bool,
+    raises, or changes its problem.
     """
 
 
@@ -153,7 +153,7 @@ def check_task(task: Any, chat: Chat) -> list[np.ndarray]:
 
     Raises:
       ValueError: a member is missing or of another kind, there is nothing to train on or to measure on, a problem is
-        none, a prompt is empty, or the reward of a problem's own answer is no finite number or too large a one.
+        none, a prompt is empty, or the reward of a problem's own answer is not a finite number or too large a one.
     """
     _check_members(task)
     _check_problems("train", task.train, "rollouts draw their prompts from it")

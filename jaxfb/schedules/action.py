@@ -55,7 +55,7 @@ def parse_cell(cell: str | Sequence | None) -> tuple[Action, ...]:
 
 
 def cells_of_table(table: Any) -> Table:
-    """Returns table[tick][device] as tuples of Actions; ValueError if it is no table or has no action."""
+    """Returns table[tick][device] as tuples of Actions; ValueError if it is not a table or has no action."""
     if not isinstance(table, list | tuple) or not all(isinstance(row, list | tuple) and row for row in table):
         raise Refused(
             f"[schedule] a table is a list of ticks, each a list of cells by device, got {shown(table)}"

@@ -16,7 +16,7 @@ def checked_sizes(num_stages: Any, num_microbatches: Any, num_chunks: Any) -> tu
     """Returns the sizes as integers.
 
     Raises:
-      ValueError: one is no positive integer, or their table would be too large to be built.
+      ValueError: one is not a positive integer, or their table would be too large to be built.
     """
     sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
     stages, microbatches, chunks = (_size(name, value, sizes) for name, value in sizes.items())

@@ -113,7 +113,7 @@ def _cluster(name: str, environment: Mapping[str, str]):
             f"[hosts] cluster={name!r} is not known to jax; use auto, none or one of {', '.join(cluster_names())}",
             [{"cluster": one} for one in ("auto", "none")],
         )
-    # a pod that is no numbered member of a job, such as a notebook's, is alone; to ask would fail
+    # a pod that is not a numbered member of a job, such as a notebook's, is alone; to ask would fail
     skipped = () if "JOB_COMPLETION_INDEX" in environment else ("k8s",)
     found = find_cluster(None if name == "auto" else name, skipped)
     if found is None and name != "auto":

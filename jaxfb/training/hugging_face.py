@@ -79,7 +79,7 @@ def export_run(
 
     Raises:
       ValueError: there is no checkpoint, no architecture of transformers computes what this model computes, or there
-        are no adapters.
+        are not adapters.
     """
     source = Path(run_dir)
     config = load_config(source)
@@ -129,7 +129,7 @@ def _export_checkpoint(source: Path, config: Any, target: Path, dtype: str | Non
     shapes = {path: leaf.shape for path, leaf in stored.items() if not path.endswith((A, B))}
     store = CheckpointStore(source / "checkpoints", keep_best=None)
     store.check_fit({"params": _nested(stored)}, store.existing(), partial=True)
-    target.mkdir(parents=True, exist_ok=True)  # what is wrong with the target is no damage of a checkpoint
+    target.mkdir(parents=True, exist_ok=True)  # what is wrong with the target is not damage of a checkpoint
     for step in reversed(store.steps()):
         try:
             store.check_fit({"params": _nested(stored)}, step, partial=True)

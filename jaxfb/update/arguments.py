@@ -38,7 +38,7 @@ def check_kept(opt_state: PyTree) -> PyTree:
     """Returns a fresh state of an optimizer, of arrays alone; warns where it accumulates over updates.
 
     Raises:
-      ValueError: it holds what is no number, or is that of an optimizer that a train step cannot apply.
+      ValueError: it holds what is not a number, or is that of an optimizer that a train step cannot apply.
     """
     kinds = _own_steps(opt_state)
     if optax.LookaheadState in kinds:
@@ -89,7 +89,7 @@ def check_options(max_grad_norm: Any, clip_convention: Any, loss_scale: Any, **f
 
 
 def check_loss_scale(loss_scale: Any) -> None:
-    """Raises ValueError for what is no loss scale and not None."""
+    """Raises ValueError for what is neither a loss scale nor None."""
     if loss_scale is not None and not isinstance(loss_scale, DynamicLossScale | StaticLossScale):
         refuse("loss_scale", loss_scale, "a jaxfb.optim.DynamicLossScale, a StaticLossScale, or None")
 
@@ -165,7 +165,7 @@ def check_state(state: Any, optimizer: Any, loss_scale: Any) -> None:
 
 
 def check_gradients(out: Any, params: PyTree) -> None:
-    """Raises ValueError for what is no complete result of forward_backward calls with such parameters."""
+    """Raises ValueError for what is not a complete result of forward_backward calls with such parameters."""
     if not isinstance(out, ForwardBackwardOutput) or out.origin is None:
         refuse("gradients", out, "what step.gradients(state, batch) returns, or a sum of such")
     if out.grads is None:

@@ -29,7 +29,7 @@ class OnMesh:
         self._unknown: dict[Any, jax.Array] = {}
 
     def batch(self, batch: PyTree) -> PyTree:
-        """Returns the leaves of a batch where the engine takes them; ValueError if they are no arrays of numbers."""
+        """Returns the leaves of a batch where the engine takes them; ValueError if they are not arrays of numbers."""
         check_leaves(batch.leaves if isinstance(batch, Microbatches) else batch)
         return adopt(batch, self._everywhere)
 
@@ -42,7 +42,7 @@ class OnMesh:
         return self._numbers[rows]
 
     def limits(self, limits: Limits | None) -> jax.Array | None:
-        """Returns limits as f32[2]; ValueError if they are no numbers."""
+        """Returns limits as f32[2]; ValueError if they are not numbers."""
         return None if limits is None else self._placed(np.array(check_limits(limits), np.float32))
 
     def gradients(self, gradients: ForwardBackwardOutput) -> ForwardBackwardOutput:
@@ -58,7 +58,7 @@ class OnMesh:
     def with_rate(self, state: Any, metrics: StepMetrics) -> tuple[Any, StepMetrics]:
         """Returns both as they are, but nan as a learning rate that is unknown.
 
-        It is no result of a program, all of which `jax_debug_nans` reports.
+        It is not a result of a program, all of which `jax_debug_nans` reports.
         """
         if metrics.learning_rate is not None:
             return state, metrics

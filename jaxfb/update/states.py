@@ -86,7 +86,7 @@ class StepStates:
           donate: the state takes over the arrays of `params`, which must not be used again: there is no second copy.
 
         Raises:
-          ValueError: a leaf is no float array, or is one that Flax does not keep as a parameter.
+          ValueError: a leaf is not a float array, or is one that Flax does not keep as a parameter.
         """
         key = one_key(rng)
         if is_init_function(params):
@@ -128,7 +128,7 @@ class StepStates:
         """Returns the state moved to where this step keeps it; nothing happens to what is there already.
 
         Raises:
-          ValueError: it is no TrainState, or a step has overwritten it.
+          ValueError: it is not a TrainState, or a step has overwritten it.
         """
         return self._as_stored(self._placed(state))
 

@@ -40,7 +40,7 @@ def enable_float64(config: AnyConfig) -> None:
 
 
 def with_float64(config: AnyConfig) -> AbstractContextManager[Any]:
-    """Returns a context in which JAX has the float64 arrays that the config asks for: for a plan, which is no run."""
+    """Returns a context in which JAX has the float64 arrays that the config asks for: as for a plan, not a run."""
     return jax.enable_x64(True) if config.precision.compute_dtype == "float64" else nullcontext()
 
 

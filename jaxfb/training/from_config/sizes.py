@@ -87,7 +87,7 @@ def with_lora(
     """Returns the sizes with the adapters of the config.
 
     Raises:
-      ValueError: a target of theirs is no projection of the model.
+      ValueError: a target of theirs is not a projection of the model.
     """
     lora = getattr(config, "lora", None)
     if lora is None:
