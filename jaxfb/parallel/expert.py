@@ -153,9 +153,9 @@ def _dispatch(
     if num_devices == 1:
         out, _ = run(rows, counts, state)
     else:
-        room = spaces(tokens, copies, num_experts, num_devices, capacity, shares, buffer)
+        allotted = spaces(tokens, copies, num_experts, num_devices, capacity, shares, buffer)
         counts = counts.reshape(len(ends), num_devices, -1)
-        out, beside = _exchanged(run, state, rows, _gathered(counts), room, beside)
+        out, beside = _exchanged(run, state, rows, _gathered(counts), allotted, beside)
     return unpacked(collect(out, slots, copies)), beside
 
 
@@ -208,7 +208,7 @@ def _exchanged(
     state: State,
     rows: Weighted,
     counts: jax.Array,
-    room: Sequence[Space],
+    allotted: Sequence[Space],
     beside: PyTree = (),
 ) -> tuple[jax.Array, PyTree]:
     """Returns (the experts' answers to the rows of S, both `packed`; `beside`).
@@ -220,19 +220,21 @@ def _exchanged(
     backward beside them, which XLA does not let stand beside a loop that exchanges something.
     """
     run = run_packed(run)
-    out, last = empty_like(rows.values), len(room) - 1
+    out, last = empty_like(rows.values), len(allotted) - 1
     of_turns = starts(counts.sum((2, 3), dtype=jnp.int32))  # i32[P, X]
-    windows = [Window.of(counts[i], of_turns[i], 0, space.rows) for i, space in enumerate(room)]
+    windows = [Window.of(counts[i], of_turns[i], 0, space.rows) for i, space in enumerate(allotted)]
     arrived, answers = [], []
     for place in range(-1, last + 2):
         if place < last:
-            here, rows = send_weighted(rows, windows[place + 1], room[place + 1].rows)
+            here, rows = send_weighted(rows, windows[place + 1], allotted[place + 1].rows)
             if place < 0 and (last or jax.tree.leaves(beside)):
                 here, rows, beside = all_computed((here, rows, beside))
             arrived.append(here)
         if place > 0:
             before = place - 1
-            out = bring_back(answers[before], windows[before], out, room[before].rows, arrived[before].values)
+            out = bring_back(
+                answers[before], windows[before], out, allotted[before].rows, arrived[before].values
+            )
         if 0 <= place <= last:
             answer, state = run(arrived[place], windows[place].sizes, state)
             answers.append(answer)
@@ -240,10 +242,10 @@ def _exchanged(
             # started together, they are over together, and what is sent next starts behind them
             together = arrived[-1], answers[-1], out, rows
             arrived[-1], answers[-1], out, rows = lax.optimization_barrier(together)
-    if any(space.rows < space.most for space in room):
-        first = jnp.array([space.rows for space in room], jnp.int32)
+    if any(space.rows < space.most for space in allotted):
+        first = jnp.array([space.rows for space in allotted], jnp.int32)
         rows, out, state = further_rounds(
-            run, state, rows, out, Rounds(counts, of_turns, first), max(room).rows
+            run, state, rows, out, Rounds(counts, of_turns, first), max(allotted).rows
         )
     return out, beside
 

@@ -52,9 +52,9 @@ def routed(job: Job, jaxpr: Any) -> Routed:
     ]
     if not found:
         return Routed()
-    room = _spaces(job)
-    share = sum(one.even for one in room) / sum(one.rows for one in room)
-    used = {one.rows: one.even / one.rows for one in room}
+    allotted = _spaces(job)
+    share = sum(one.even for one in allotted) / sum(one.rows for one in allotted)
+    used = {one.rows: one.even / one.rows for one in allotted}
     devices: Any = job.mesh.devices
     most = TILE_OF_GPUS if devices.flat[0].platform in ("gpu", *GPU_PLATFORMS) else TILE
     turns = [
