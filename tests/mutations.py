@@ -2694,6 +2694,13 @@ MUTATIONS = (
         "checkpoint/test_write_errors.py::test_a_save_waits_for_what_a_failed_one_of_that_step_is_still_writing",
     ),
     Mutation(
+        "a_module_from_outside_ends_in_an_error_of_flax",
+        "forward_backward/loss.py",
+        '_FROM_OUTSIDE = "TraceContextError"',
+        '_FROM_OUTSIDE = "Another"',
+        "parallel/test_annotations.py::test_a_variable_that_the_loss_changes_must_be_its_own",
+    ),
+    Mutation(
         "failed_save_hides_what_ended_the_run",
         "training/session.py",
         "self._store.__exit__(*error)",

@@ -250,6 +250,7 @@ class BatchPlan:
         return f"{rows}: {microbatches} of {size}{' each' * (self.num_microbatches > 1)}{padding}"
 
 
+# not a decorator, since the dataclass makes this function
 BatchPlan.__init__ = with_nearest_keyword(_ELSEWHERE)(BatchPlan.__init__)
 
 

@@ -68,7 +68,10 @@ def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def with_sharding_of_its_rank(leaf: jax.Array) -> jax.Array:
-    """Returns an array that can be put where it lies: on one device a restored key has the sharding of its data."""
+    """Returns an array whose sharding has no more dims than it has, as `device_put` and `jit` require.
+
+    On one device Orbax restores a random key with the sharding of its data, which has one dim more.
+    """
     lies = leaf.sharding
     if not isinstance(lies, jax.sharding.NamedSharding) or len(lies.spec) <= leaf.ndim:
         return leaf

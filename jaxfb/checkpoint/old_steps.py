@@ -1,4 +1,4 @@
-"""Removes the steps that a run no longer keeps; one that cannot be removed ends no run."""
+"""Removes the steps that a run no longer keeps; one that cannot be removed does not end the run."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def chaos(options) -> int:
             raise Refused(f"[chaos] --{name} {given} must not be negative; use --{name} 0 for none")
     if own := [text for text in options.overrides if text.startswith("run.dir=")]:
         raise Refused(
-            f"[chaos] {own[0]}: its runs, which it breaks, are in a temporary directory of their own; leave run.dir out"
+            f"[chaos] {own[0]}: its runs, which it breaks, are in a temporary directory; leave run.dir out"
         )
     from jaxfb.chaos import command
 

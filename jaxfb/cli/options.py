@@ -58,6 +58,7 @@ SCHEDULE_COSTS = {
     "attention": "attention to other tokens, as a share of the first three costs; it makes late pieces cost more",
 }
 STARTERS = {"sft": "sft", "dpo": "dpo", "rl": "grpo_arithmetic"}
+"""Command -> the starter config that its help names; of the other commands that is quickstart."""
 EXAMPLES = {
     "init": "jaxfb init quickstart",
     "train": "jaxfb train quickstart --smoke",
@@ -409,7 +410,7 @@ def _add_show(verbs) -> None:
 
 
 def _add_config(verb: argparse.ArgumentParser) -> None:
-    starter = STARTERS.get(verb.prog.rpartition(" ")[2], "quickstart")
+    starter = STARTERS.get(verb.get_default("verb"), "quickstart")
     verb.add_argument("config", metavar="CONFIG", help=CONFIG.format(starter))
     verb.add_argument("overrides", nargs="*", metavar=OVERRIDE, help=OVERRIDES)
 

@@ -30,6 +30,7 @@ def muon_matrices(params: PyTree) -> PyTree:
 
     def is_matrix(path, ndim):
         matrix = ndim == 2 or (ndim == 3 and has_word(path, "expert"))
+        # "MultiHeadAttention" is not the head
         head = "layers" not in path_names(path) and has_word(path, r"(?<!multi)(?<!multi_)head")
         return matrix and not head and not has_word(path, "embed", "norm", "bias")
 

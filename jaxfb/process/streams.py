@@ -11,7 +11,7 @@ from typing import Any
 
 
 class WhileTaken:
-    """Passes text on to a stream for as long as that takes it; the rest is dropped, and no error is raised.
+    """Passes text on to a stream as long as it can be written; later text is dropped, and no error is raised.
 
     stream: None where the shell has closed it (`>&-`). report: whether standard error gets a line about it, once.
     """
@@ -38,7 +38,8 @@ class WhileTaken:
             do()
         except OSError as error:
             # also what is still buffered: flushed at the end it would change the exit code of the process
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), self._stream.fileno())
             if self._report:
                 with suppress(OSError):
                     print(f"jaxfb: {_why(error)}; training continues without it", file=sys.stderr, flush=True)

@@ -24,7 +24,11 @@ def after_a_loss(directory: RunDirectory, newest: int | None) -> str:
 
 
 def after_a_loss_of(run: Run, processes: int) -> str:
-    """Returns the same for a run in progress; a callback that stops it on this process alone keeps all waiting."""
+    """Returns what a process that has lost another advises, for a run in progress.
+
+    If a callback has stopped the run on this process, it comes first: where no other process has called `run.stop`,
+    all wait for each other.
+    """
     advice = after_a_loss(run.directory, run.newest_saved)
     if run.stopped is None or processes == 1:
         return advice

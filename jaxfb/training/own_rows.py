@@ -176,9 +176,8 @@ class _Streamed:
     def __init__(self, source: Iterable):
         self._rows: Any = iter(source)
         self._consumed = 0
-        self._latest: tuple[int, Mapping[int, PyTree]] | None = (
-            None  # a window's start, and its rows by place
-        )
+        # start of the window that was read last, and its rows by place
+        self._latest: tuple[int, Mapping[int, PyTree]] | None = None
 
     def read(self, window: Window, here: np.ndarray) -> PyTree:
         if self._latest is None or self._latest[0] != window.start:  # a rollback returns to the one read last

@@ -173,12 +173,11 @@ class Run(AbstractContextManager["Run"]):
           ValueError: the checkpoint is of another model, optimizer or seed, or would continue with other rows; or the
             checkpoints of a saved run are gone.
         """
-        found = self._resume_local(allow_changes)
-        if found is None and self.directory.newest_update() is None:
-            self.directory.refuse_lost()
-            return
-        is_local = found is not None
+        found, is_local = self._resume_local(allow_changes), True
         if found is None:
+            if self.directory.newest_update() is None:
+                self.directory.refuse_lost()
+                return
             found, is_local = self._resume_sound(allow_changes)
         state, record = found
         if changes := listing(changes_between(record["config"], self.config)):
@@ -197,8 +196,10 @@ class Run(AbstractContextManager["Run"]):
         self.unwritten = record.get("unwritten", [])
 
     def _resume_sound(self, allow_changes: bool) -> tuple[tuple[Any, dict[str, Any]], bool]:
-        """Returns (state, record) of the newest sound checkpoint in the run directory, and False; or of a local one and
-        True: those after the checkpoint before a damaged one count as soon as the damage is known.
+        """Returns ((state, record), whether it is local) of the newest checkpoint that can be read.
+
+        Called where no local one is newer than the run directory's. If those turn out to be damaged, local ones that
+        are newer than what can be read there count again.
         """
         newest = set(gathered(self._store.latest()))  # a process may not see one yet
         try:

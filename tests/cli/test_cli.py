@@ -252,7 +252,7 @@ def test_too_many_open_files_are_one_sentence_that_names_the_limit(calls, capsys
 
 def test_too_many_open_files_in_the_compiler_are_one_sentence_too(calls, capsys):
     """XLA's error has the system's words and not its number."""
-    words = "INTERNAL: Failed to open /tmp/x.o: Too many open files"
+    words = "INTERNAL: Failed to open x.o: Too many open files"
     calls.error = jax.errors.JaxRuntimeError(f"{words}\nwith a stack trace of C++")
     assert main(["train", QUICKSTART]) == 74
     assert capsys.readouterr().err == f"jaxfb: {words}; allow more open files: ulimit -n 4096\n"
