@@ -2723,8 +2723,8 @@ MUTATIONS = (
     ),
     Mutation(
         "damaged_checkpoint_hides_local_ones",
-        "training/session.py",
-        "if newest == {None} or (local := self._resume_local(allow_changes)) is None:",
+        "training/resume.py",
+        "if newest == {None} or (local := self._newest_local()) is None:",
         "if True:",
         "checkpoint/test_local_checkpoints.py::test_those_before_a_damaged_checkpoint_count",
     ),

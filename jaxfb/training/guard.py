@@ -105,6 +105,12 @@ def listed(names: list[str]) -> str:
     return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if names[SHOWN:] else "")
 
 
+def trained(state: Any) -> dict[str, Any]:
+    """Returns the parts of a saved state that training changes, and which must therefore be finite."""
+    parts = state if isinstance(state, dict) else vars(state)
+    return {name: parts[name] for name in ("params", "opt_state", "critic") if name in parts}
+
+
 def unsound_leaves(tree: Any) -> list[str]:
     """Returns the paths of the float leaves with a nan in them, or an inf; a single number may be infinite.
 

@@ -16,7 +16,7 @@ import secrets
 import shutil
 import socket
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ from jaxfb.checkpoint.together import gathered
 from jaxfb.config.operation import LocalConfig
 from jaxfb.process.fault_points import reach
 from jaxfb.training import neighbours
+from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.snapshot import UNFINISHED, kind_of, put_back, read, taken, write
 
 log = logging.getLogger(__name__)
@@ -252,6 +253,28 @@ class LocalTier:
             f"[checkpoint] the local checkpoints of this run cannot be read: {error.strerror}: {error.filename}; "
             "correct that and start again, or continue without them by checkpoint.local=null"
         )
+
+
+def local_tier(
+    settings: LocalConfig | None, directory: RunDirectory, new: bool, say: Callable[[str], None]
+) -> LocalTier | None:
+    """Returns the local checkpoints of the run in `directory`; None where the config asks for none.
+
+    new: whether a run begins there, which forgets those of an older one.
+    """
+    if settings is None:
+        return None
+    name = _identity(directory, new, say) if jax.process_index() == 0 else None
+    return LocalTier(settings, gathered(name)[0])
+
+
+def _identity(directory: RunDirectory, new: bool, say: Callable[[str], None]) -> str:
+    """Returns the name under which a run keeps its local checkpoints."""
+    if not new and (other := directory.copied_from()):
+        say(
+            f"{directory.path} is a copy of {other}: local checkpoints, which belong to that run, are not used"
+        )
+    return directory.identity(new)
 
 
 def chosen(

@@ -12,7 +12,8 @@ from jaxfb.config import config_to_dict
 from jaxfb.display import Progress
 from jaxfb.metrics import Throughput, arrays, make_writers, scalars
 from jaxfb.process.os_errors import FULL
-from jaxfb.training.session import PHASES, Run
+from jaxfb.training.phases import PHASES
+from jaxfb.training.session import Run
 from jaxfb.update.train_state import StepMetrics
 
 

@@ -255,7 +255,7 @@ class RunDirectory:
         write_whole(kept, self._config.read_bytes())
 
     def mark(self) -> str:
-        """Returns leaves a file here and returns what is in it."""
+        """Leaves a file here and returns what is in it."""
         text = secrets.token_hex(8)
         self._marked.write_text(text)
         return text

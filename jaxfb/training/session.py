@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,16 +12,16 @@ import jax
 
 from jaxfb.checkpoint.cannot_write import CannotWrite
 from jaxfb.checkpoint.store import CheckpointStore
-from jaxfb.checkpoint.together import gathered
 from jaxfb.config import config_to_dict
 from jaxfb.process.fault_points import reach
 from jaxfb.process.position import here
-from jaxfb.refusal import Missing, Refused
 from jaxfb.training.agreement import package_versions
-from jaxfb.training.changes import changes_between, check_changes, listing, skipped_too_late
+from jaxfb.training.changes import changes_between, listing, skipped_too_late
 from jaxfb.training.goodput import Goodput
-from jaxfb.training.guard import NonFiniteAbort, listed, unsound_leaves
-from jaxfb.training.local_tier import LocalTier
+from jaxfb.training.guard import NonFiniteAbort, listed, trained, unsound_leaves
+from jaxfb.training.local_tier import LocalTier, local_tier
+from jaxfb.training.phases import Phases
+from jaxfb.training.resume import Places
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.run_lock import OpenDirectory
 
@@ -44,31 +42,6 @@ class Result:
     updates: int
     metrics: Mapping[str, float]
     summary: dict[str, Any] | None = None
-
-
-PHASES = ("data_wait", "update", "waiting", "callbacks", "evaluation", "saving", "logging")
-
-
-class Phases:
-    """Seconds by phase: data_wait and update of each step; evaluation, saving and logging since the step before."""
-
-    def __init__(self):
-        self._seconds: dict[int | None, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-
-    @contextmanager
-    def __call__(self, name: str, step: int | None = None) -> Iterator[None]:
-        """Adds the time inside to a phase, of one step if it is given; `here` is in that phase meanwhile."""
-        began = time.monotonic()
-        here.enter(name, step)
-        try:
-            yield
-        finally:
-            self._seconds[step][name] += time.monotonic() - began
-            here.enter("between two phases")
-
-    def take(self, step: int) -> dict[str, float]:
-        """Returns the seconds by phase of a step, and of what was done beside the steps since the last call."""
-        return dict.fromkeys(PHASES, 0.0) | self._seconds.pop(None, {}) | self._seconds.pop(step, {})
 
 
 class Run(AbstractContextManager["Run"]):
@@ -173,13 +146,12 @@ class Run(AbstractContextManager["Run"]):
           ValueError: the checkpoint is of another model, optimizer or seed, or would continue with other rows; or the
             checkpoints of a saved run are gone.
         """
-        found, is_local = self._resume_local(allow_changes), True
+        places = Places(self.work, self.directory, self._store, allow_changes)
+        found = places.newest()
+        self._local = places.local
         if found is None:
-            if self.directory.newest_update() is None:
-                self.directory.refuse_lost()
-                return
-            found, is_local = self._resume_sound(allow_changes)
-        state, record = found
+            return
+        state, record, is_local = found
         if changes := listing(changes_between(record["config"], self.config)):
             self.say(f"changed since update {record['update']}:{changes}")
         if late := skipped_too_late(record["config"], self.config, record["update"]):
@@ -194,56 +166,6 @@ class Run(AbstractContextManager["Run"]):
         self.done = self.before = record["update"]
         self._found = record
         self.unwritten = record.get("unwritten", [])
-
-    def _resume_sound(self, allow_changes: bool) -> tuple[tuple[Any, dict[str, Any]], bool]:
-        """Returns ((state, record), whether it is local) of the newest checkpoint that can be read.
-
-        Called where no local one is newer than the run directory's. If those turn out to be damaged, local ones that
-        are newer than what can be read there count again.
-        """
-        newest = set(gathered(self._store.latest()))  # a process may not see one yet
-        try:
-            found = self._resume_saved(allow_changes)
-            if newest == {found[1]["update"]}:
-                return found, False
-            jax.tree.map(lambda leaf: leaf.delete(), found[0])  # there may be memory for one state alone
-        except Missing:
-            if newest == {None} or (local := self._resume_local(allow_changes)) is None:
-                raise
-            return local, True
-        if local := self._resume_local(allow_changes):
-            return local, True
-        return self._resume_saved(allow_changes), False
-
-    def _resume_saved(self, allow_changes: bool) -> tuple[Any, dict[str, Any]]:
-        """Returns state and record of the newest checkpoint in the run directory that can be read."""
-        here.enter("restoring")
-        newest = self._store.latest()
-        abstract = self.work.abstract_state()
-        if newest is not None:  # before arrays are read, which may take minutes
-            self._check_newest(newest, abstract, allow_changes)
-        state, record = self._store.restore(abstract)
-        if record["update"] != newest:
-            self._check(record, allow_changes)
-        self._check_sound(state, record["update"])
-        return state, record
-
-    def _resume_local(self, allow_changes: bool) -> tuple[Any, dict[str, Any]] | None:
-        """Returns state and record of the newest local checkpoint; None where the run directory has a newer one."""
-        if self.config.checkpoint.local is None or not gathered(self.directory.has_identity)[0]:
-            return None
-        here.enter("restoring")
-        self._local = self._make_local(new=False)
-        newest, abstract = self._store.latest(), self.work.abstract_state()
-        found = self._local and self._local.restore(newest, abstract)
-        if not found or found[0] <= (-1 if newest is None else newest):
-            return None
-        update, state, record = found
-        self._check(record, allow_changes)
-        if unsound_leaves(_trained(state)):
-            return None
-        self.say(f"update {update} is read from the hosts' own disks")
-        return state, record
 
     def note_directory(self) -> None:
         """Notes which directory is the run's: what lies at its path later may be another run."""
@@ -270,22 +192,8 @@ class Run(AbstractContextManager["Run"]):
     def open_local(self) -> None:
         """Begins with local checkpoints, where the config asks for them; a new run forgets older ones."""
         if self._local is None or not self.resumed:
-            self._local = self._make_local(new=not self.resumed)
-
-    def _make_local(self, new: bool) -> LocalTier | None:
-        settings = self.config.checkpoint.local
-        if settings is None:
-            return None
-        name = self._identity(new) if jax.process_index() == 0 else None
-        return LocalTier(settings, gathered(name)[0])
-
-    def _identity(self, new: bool) -> str:
-        """Returns the name under which the run keeps its local checkpoints."""
-        if not new and (other := self.directory.copied_from()):
-            self.say(
-                f"{self.directory.path} is a copy of {other}: local checkpoints, which belong to that run, are not used"
-            )
-        return self.directory.identity(new)
+            settings = self.config.checkpoint.local
+            self._local = local_tier(settings, self.directory, new=not self.resumed, say=self.say)
 
     def is_due_locally(self) -> bool:
         """Returns whether this update is to be saved on the hosts' own disks."""
@@ -318,37 +226,6 @@ class Run(AbstractContextManager["Run"]):
         self._saved = record["update"]
         self.metrics, self._evaluated_at = record["metrics"], self._saved if record["metrics"] else None
         self.kept = record.get("guard", {})
-
-    def _check_newest(self, step: int, abstract: Any, allow_changes: bool) -> None:
-        """Refuses by key before by shape; arrays of other shapes cannot be allowed, so that is not offered then."""
-        record, misfit = self._store.host(step), None
-        if "plan" not in record:
-            raise Refused(
-                f"[run] dir={self.directory.path} contains an imported model that was not trained yet, so there is "
-                "nothing to resume; choose another run.dir"
-            )
-        try:
-            self._store.check_fit(abstract, step)
-        except ValueError as error:
-            misfit = error
-        self._check(record, allow_changes, fits=misfit is None)
-        if misfit is not None:
-            raise misfit
-
-    def _check(self, record: Mapping[str, Any], allow_changes: bool, fits: bool = True) -> None:
-        if not allow_changes:
-            check_changes(record["config"], self.config, record["update"], offer=fits)
-        self.work.check_resume(record, allow_changes)
-
-    def _check_sound(self, state: Any, update: int) -> None:
-        """Refuses a state with a nan or an inf in it, with the earlier checkpoints to continue from."""
-        if bad := unsound_leaves(_trained(state)):
-            earlier = [step for step in self._store.steps() if step < update]
-            others = f" ({', '.join(map(str, earlier))})" if earlier else ", of which there is none"
-            raise Refused(
-                f"[checkpoint] update {update} of {self.directory.checkpoints} is not finite in {listed(bad)}; "
-                f"move its directory away to continue from an earlier one{others}"
-            )
 
     def is_due(self, section: str) -> bool:
         """Returns whether `eval` or `checkpoint` happens after this update: every so many, and at the end."""
@@ -398,7 +275,7 @@ class Run(AbstractContextManager["Run"]):
 
     def _sound_state(self) -> Any:
         state = self.work.state()
-        if bad := unsound_leaves(_trained(state)):
+        if bad := unsound_leaves(trained(state)):
             raise NonFiniteAbort(f"[train] the state after update {self.done} is not finite in {listed(bad)}")
         return state
 
@@ -449,9 +326,3 @@ class Run(AbstractContextManager["Run"]):
             "unwritten": list(self.unwritten),
             **self.work.host(done),
         }
-
-
-def _trained(state: Any) -> dict[str, Any]:
-    """Returns the parts of a saved state that training changes, and which must therefore be finite."""
-    parts = state if isinstance(state, dict) else vars(state)
-    return {name: parts[name] for name in ("params", "opt_state", "critic") if name in parts}
