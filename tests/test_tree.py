@@ -22,7 +22,8 @@ WITHIN = {
     "programs on_mesh split_step train_step",
     "checkpoint": "manifest stored_parts record obstacles damage step_directories together write_errors abandoned "
     "cannot_write old_steps saved_steps store",
-    "cli": "bench supervisor keys options given devices memory training models checks layouts others commands __main__",
+    "cli": "bench supervisor keys parser options given devices memory training models checks layouts others "
+    "commands __main__",
 }
 """The order within packages whose files build on each other."""
 

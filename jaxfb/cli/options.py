@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
 
 from jaxfb import __version__
+from jaxfb.cli.parser import OVERRIDE, Parser, not_taken
 from jaxfb.process.exit_codes import REFUSED
 from jaxfb.schedules import NAMES
 
@@ -21,7 +20,6 @@ FILTERS = {
     "min_p": (float, "draw among tokens at least p times as likely as the likeliest"),
 }
 RESUME = "continue from the newest checkpoint in run.dir; where there is none, begin a run"
-OVERRIDE = "key=value"
 OVERRIDES = "key.path=value, such as optimizer.learning_rate=1e-3 or mesh.tp=2; a later one wins"
 HOSTS = {
     "coordinator": (str, "HOST:PORT", "address of process 0 (short for hosts.coordinator=...)"),
@@ -78,8 +76,6 @@ EXAMPLES = {
     "config": "jaxfb config show quickstart",
 }
 """A whole command for each; its help and a refusal for lack of arguments end with it."""
-KINDS = {int: "an integer", float: "a number"}
-"""What an option of that type must be, in the words of its refusal."""
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -93,78 +89,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     (commands,) = (one.choices for one in parser._actions if isinstance(one.choices, dict))
     for text in rest:
         if text.startswith("-") or not hasattr(options, "overrides"):
-            parser.error(_not_taken(commands[options.verb], text))
+            parser.error(not_taken(commands[options.verb], text))
         options.overrides.append(text)
     return options
 
 
-def _not_taken(command: argparse.ArgumentParser, text: str) -> str:
-    """Returns the refusal of an argument that a command does not take, with an option that is like it."""
-    close = _nearest_option(command, text)
-    near = f" (did you mean {close}?)" if close else ""
-    takes_keys = any(action.dest == "overrides" for action in command._actions)
-    keys = "; keys of the config have no dashes, such as run.updates=100" if takes_keys else ""
-    return f"`{command.prog}` does not take {text!r}{near}{keys}; `{command.prog} --help` lists what it takes"
-
-
-def _nearest_option(command: argparse.ArgumentParser, text: str) -> str | None:
-    """Returns the option that was probably meant: one that is spelt alike, or `--kind` for the name of a schedule."""
-    flags = _flags(command)
-    if text in NAMES and "--kind" in flags:
-        return f"--kind {text}"
-    return next(iter(difflib.get_close_matches(text.partition("=")[0], flags, n=1, cutoff=0.7)), None)
-
-
-def _flags(command: argparse.ArgumentParser) -> list[str]:
-    return [option for action in command._actions for option in action.option_strings]
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser whose refusals name the nearest command, the arguments that are missing, and an example."""
-
-    given: Sequence[str] = ()
-
-    def parse_known_args(self, args=None, namespace=None):
-        self.given = [] if args is None else list(args)
-        return super().parse_known_args(args, namespace)
-
-    def error(self, message: str) -> NoReturn:
-        message = message.replace(f", {OVERRIDE}", "")
-        example = EXAMPLES.get(self.prog.rpartition(" ")[2])
-        is_lacking = message.endswith(" is required") or "arguments are required" in message
-        if is_lacking and (unknown := self._misspelt()):
-            super().error(_not_taken(self, unknown))
-        super().error(f"{message}; for example: {example}" if example and is_lacking else message)
-
-    def _misspelt(self) -> str | None:
-        """Returns the first flag that the command does not have: it may be what is lacking, written otherwise."""
-        words = [text.partition("=")[0] for text in self.given if text.startswith("--") and text != "--"]
-        return next((word for word in words if not any(flag.startswith(word) for flag in _flags(self))), None)
-
-    def _get_value(self, action: argparse.Action, text: str) -> Any:
-        kind: Any = action.type
-        if kind not in KINDS:
-            return super()._get_value(action, text)
-        try:
-            return kind(text)
-        except ValueError:
-            such = 1 if action.default is None else action.default
-            raise argparse.ArgumentError(
-                action, f"must be {KINDS[kind]}, such as {such}, got {text!r}"
-            ) from None
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        known = [str(one) for one in action.choices or ()]
-        close = difflib.get_close_matches(str(value), known, n=1)
-        if value in known or not close:
-            return super()._check_value(action, value)
-        raise argparse.ArgumentError(
-            None, f"unknown {action.metavar or action.dest} {value!r}; did you mean {close[0]}?"
-        )
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="jaxfb",
         description="Trains transformers with JAX. On any mesh of GPUs or TPUs the gradients are those of one device.",
         epilog="Try `jaxfb train quickstart --smoke` first. `jaxfb COMMAND --help` lists the options of a command.",
@@ -447,7 +378,9 @@ def _add_number(verb: argparse.ArgumentParser, name: str, default: int, text: st
 
 def _verb(verbs, name: str, text: str) -> argparse.ArgumentParser:
     """Adds a command, which `commands.py` finds under its name."""
-    example = f"Example: {EXAMPLES[name]}" if name in EXAMPLES else None
-    verb = verbs.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".", epilog=example)
+    example = EXAMPLES.get(name)
+    epilog = f"Example: {example}" if example else None
+    verb = verbs.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".", epilog=epilog)
+    verb.example = example
     verb.set_defaults(verb=name)
     return verb
