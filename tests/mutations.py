@@ -1586,7 +1586,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_late_signal_is_not_saved",
-        "training/loop.py",
+        "training/updates.py",
         "        self._or_back(self._save_late)\n",
         "",
         "training/test_signal_phases.py::test_a_signal_in_an_evaluation_after_which_no_save_is_due_saves",
@@ -1855,7 +1855,7 @@ MUTATIONS = (
     ),
     Mutation(
         "saved_while_updates_fail",
-        "training/loop.py",
+        "training/updates.py",
         "if self._saves and not self._guard.failed:",
         "if self._saves:",
         "checkpoint/test_sound_saves.py::test_a_loss_that_is_not_finite_is_a_failed_update",
@@ -2589,7 +2589,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what_all_processes_refuse_is_not_saved",
-        "training/loop.py",
+        "training/updates.py",
         "alone = self._hosts.count > 1 and not isinstance(error, RefusedByAll)",
         "alone = self._hosts.count > 1",
         "training/test_refused_by_all.py::test_what_all_refuse_is_saved_before",

@@ -6,10 +6,10 @@ import pytest
 
 from jaxfb.refusal import Refused
 from jaxfb.training.hosts import RefusedByAll
-from jaxfb.training.loop import _Loop
+from jaxfb.training.updates import Updates
 
 
-class OfTwo(_Loop):
+class OfTwo(Updates):
     """The second update of a job of two processes."""
 
     def __init__(self):
@@ -43,7 +43,7 @@ def test_what_all_refuse_is_saved_before(error, calls, words):
     def read():
         raise error
 
-    loop = OfTwo()
+    updates = OfTwo()
     with pytest.raises(Refused) as refusal:
-        loop._or_save_first(read)
-    assert loop.calls == calls and str(refusal.value) == words
+        updates._or_save_first(read)
+    assert updates.calls == calls and str(refusal.value) == words

@@ -365,12 +365,12 @@ def test_a_launcher_hears_that_a_run_has_begun_once_the_older_one_is_aside(stopp
         told.append(line.has_begun())
         return moved(directory)
 
-    def start(loop, how):
+    def go_through(*_):
         told.append(line.has_begun())
         raise ConfigError("enough")
 
     monkeypatch.setattr(RunDirectory, "move_aside", move)
-    monkeypatch.setattr("jaxfb.training.loop._Loop.start", start)
+    monkeypatch.setattr("jaxfb.training.loop._go_through", go_through)
     refused(capsys, stopped, "--fresh")
     assert told == [False, False, True]
 
