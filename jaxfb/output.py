@@ -34,6 +34,7 @@ class Origin:
     undivided:   names of the terms without a weight.
     groups:      names of the terms of each call whose gradients are added up in one tree without new weights.
     whole_batch: the model reads statistics of the whole global batch before its backward (`Counted.before`).
+    of_tokens:   which leaves of the outputs are per token and still in array rows (`Packed.restore`), where known.
     """
 
     rows: Any
@@ -43,6 +44,7 @@ class Origin:
     undivided: tuple[str, ...] = field(metadata={"static": True})
     groups: tuple[tuple[str, ...], ...] = field(metadata={"static": True})
     whole_batch: bool = field(default=False, metadata={"static": True})
+    of_tokens: tuple[bool, ...] | None = field(default=None, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass

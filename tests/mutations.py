@@ -2722,6 +2722,13 @@ MUTATIONS = (
         "guard/test_guards.py::test_rows_of_a_stream_are_those_of_their_update_after_a_rollback",
     ),
     Mutation(
+        "numbers_of_rows_taken_for_tokens",
+        "forward_backward/of_tokens.py",
+        "fits and leaf.shape[1] != width for",
+        "fits for",
+        "forward_backward/test_budget.py::test_numbers_of_a_row_as_many_as_tokens_stay_those_of_the_row",
+    ),
+    Mutation(
         "damaged_checkpoint_hides_local_ones",
         "training/resume.py",
         "if newest == {None} or (local := self._newest_local()) is None:",

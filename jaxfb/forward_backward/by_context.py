@@ -65,11 +65,12 @@ def run(
         call = part.call(model, params)
         out, sums = part.forward_backward.part(*call, forward_only, grad_scale, weights, sums)
         outs.append(replace(out, origin=replace(out.origin, rows=len(part.rows), weights=weights)))
-    outputs = _in_order(parts, [out.outputs for out in outs], plan.rows)
+    outputs = _in_order(parts, outs, plan.rows)
     whole = sum(replace(out, outputs=None) for out in outs)
     assert isinstance(whole, ForwardBackwardOutput)  # there is a row, so there is a part
     scale = None if isinstance(grad_scale, float) and grad_scale == 1 else grad_scale
-    origin = replace(whole.origin, rows=plan.real_rows, grad_scale=scale, weights=given)
+    facts = {"grad_scale": scale, "weights": given, "of_tokens": None}
+    origin = replace(whole.origin, rows=plan.real_rows, **facts)
     cut = _on(plan, parts[0])
     grads = None if forward_only else forward_backward.reduced(model, params, cut, sums)
     return replace(whole, grads=grads, outputs=outputs, origin=origin)
@@ -113,9 +114,9 @@ def check(normalize: str, model: Any) -> None:
         )
 
 
-def _in_order(parts: list[_Part], outputs: list[PyTree], rows: int) -> PyTree:
+def _in_order(parts: list[_Part], outs: list[ForwardBackwardOutput], rows: int) -> PyTree:
     """Returns what was collected from the groups, [rows, ...] in the order of the update's rows."""
-    restored = [part.packed.restore(out) for part, out in zip(parts, outputs, strict=True)]
+    restored = [part.packed.restored(out).outputs for part, out in zip(parts, outs, strict=True)]
 
     def whole(*leaves):
         made = np.zeros((rows, *leaves[0].shape[1:]), leaves[0].dtype)

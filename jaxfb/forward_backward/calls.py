@@ -109,16 +109,16 @@ def one_pass(
 
 
 def _output(
-    resolved, grads, loss, terms, metrics, per_microbatch, outputs, of_tokens, undivided
+    resolved, grads, loss, terms, metrics, per_microbatch, outputs, cut, facts
 ) -> ForwardBackwardOutput:
-    outputs = merge(outputs, of_tokens, resolved.plan, resolved.mesh)
+    outputs = merge(outputs, cut, resolved.plan, resolved.mesh)
     origin = Origin(
         rows=None,  # these three are filled in by the caller, outside of the program
         grad_scale=None,
         weights=None,
         normalize=resolved.options.normalize,
-        undivided=undivided,
         groups=(tuple(sorted(terms)),),
         whole_batch=counts_before(resolved.model),
+        **facts,
     )
     return ForwardBackwardOutput(loss, terms, grads, metrics, per_microbatch, outputs, origin)

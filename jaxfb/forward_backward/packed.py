@@ -7,6 +7,7 @@ packing, that value at each of its tokens.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ import numpy as np
 
 from jaxfb.batch_plan import Arrangement, BatchPlan, PlanError, arrange
 from jaxfb.forward_backward.arguments import prng_keys
+from jaxfb.output import ForwardBackwardOutput
 from jaxfb.platforms.compat import is_traced
 from jaxfb.refusal import Refused
 from jaxfb.types import PyTree
@@ -41,13 +43,25 @@ class Packed:
         """Returns the share of the computed tokens that belong to no row."""
         return self.arrangement.padding_fraction
 
-    def restore(self, outputs: PyTree) -> PyTree:
+    def restore(self, outputs: PyTree, of_tokens: tuple[bool, ...] | None = None) -> PyTree:
         """Restores [array rows, width, ...] to [rows, length, ...] in the order of the rows, 0 where no token was.
 
-        Without packing also [array rows, ...] to [rows, ...]. What has the width as its second dim is taken for tokens:
-        n numbers of a row, where n may be a width, are to be [array rows, 1, n].
+        Without packing also [array rows, ...] to [rows, ...].
+
+        Args:
+          of_tokens: which leaves are per token, the `origin.of_tokens` of the output; None: those whose second dim is
+            the width.
         """
-        return jax.tree.map(self._restored, outputs)
+        leaves, structure = jax.tree.flatten(outputs)
+        known = of_tokens or [
+            np.ndim(leaf) > 1 and leaf.shape[1] == self.arrangement.width for leaf in leaves
+        ]
+        return jax.tree.unflatten(structure, map(self._restored, leaves, known))
+
+    def restored(self, out: ForwardBackwardOutput) -> ForwardBackwardOutput:
+        """Returns the output of a call on `batch` with what was collected in the order of the rows."""
+        origin = replace(out.origin, of_tokens=None)
+        return replace(out, outputs=self.restore(out.outputs, out.origin.of_tokens), origin=origin)
 
     def keys(self, rng: jax.Array | int | None) -> jax.Array | None:
         """Returns the same key for each row as without a budget: one key, or one for each array row from one per row.
@@ -87,18 +101,20 @@ class Packed:
         blank = np.zeros([], leaf.dtype)
         return np.where(inside.reshape(inside.shape + (1,) * (values.ndim - inside.ndim)), values, blank)
 
-    def _restored(self, output: Any) -> np.ndarray:
+    def _restored(self, output: Any, is_of_tokens: bool) -> np.ndarray:
         output, (rows, length) = np.asarray(output), self._shape
         width = self.arrangement.width
-        if output.ndim > 1 and output.shape[1] == width:
+        if is_of_tokens:
             valid = (self._segment > 0) & (self._column < length)
             back = np.zeros((rows, length, *output.shape[2:]), output.dtype)
             back[self._row[valid], self._column[valid]] = output[valid]
             return back
         if self._packing:
+            alike = output.ndim > 1 and output.shape[1] == width
+            why = ", of which the second dim does not grow with the width" if alike else ""
             raise Refused(
                 f"packed rows share array rows, so outputs must be per token, [{len(output)}, {width}, ...], got "
-                f"shape {output.shape}; return them per token, or use packing=False"
+                f"shape {output.shape}{why}; return them per token, or use packing=False"
             )
         return output[:rows]
 

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxfb.forward_backward import repeated_draws
 from jaxfb.forward_backward.microbatches import in_order_of_tokens, rows_spec, specs_of
+from jaxfb.forward_backward.of_tokens import are_rearranged, of_tokens
 from jaxfb.forward_backward.over_context import AXIS, OverContext, traced_on_mesh
 from jaxfb.forward_backward.reduce import masked, reduce_metrics, reduce_records
 from jaxfb.forward_backward.resolved import Resolved
@@ -52,7 +53,7 @@ class SpmdProgram:
         self._least_parts = 2 if of_part else 1
         self.mesh, self.model, self.normalize = resolved.mesh, resolved.model, resolved.options.normalize
         self.strategy = resolved.strategy(forward_only)
-        self.shapes = resolved.shapes
+        self.shapes, self._remainder = resolved.shapes, resolved.plan.remainder
         self.specs, self.grad_specs = resolved.specs.tree, None if forward_only else resolved.grad_specs.tree
 
     def run(self, params: PyTree, microbatches: PyTree, keys: Any, grad_scale: Any, weights: Any) -> tuple:
@@ -60,7 +61,7 @@ class SpmdProgram:
 
         weights: name -> [] of the whole update that the batch is a part of; None: the batch is all of it.
 
-        The facts are which outputs are per token, and the names of the terms without a weight.
+        The facts are which outputs a context axis cuts, and those of `Origin` that the loss function decides.
         """
         body, data, specs = self._one_device(params, microbatches, keys)
         check_given(weights, body.traced)
@@ -68,7 +69,7 @@ class SpmdProgram:
         results = self._on_mesh(body.run, body.traced.manual, (*specs, P(), P()), out_specs)(
             *data, grad_scale, weights
         )
-        return *results, body.tokens, body.undivided
+        return *results, body.tokens, body.facts
 
     def add(
         self, params: PyTree, microbatches: PyTree, keys: Any, grad_scale: Any, weights: Any, sums: PyTree
@@ -83,7 +84,7 @@ class SpmdProgram:
         results = self._on_mesh(body.add, body.traced.manual, in_specs, out_specs)(
             *data, grad_scale, weights, sums
         )
-        return *results, body.tokens, body.undivided
+        return *results, body.tokens, body.facts
 
     def reduce(self, sums: PyTree) -> PyTree:
         """Returns gradients from the sums that `add` returned: the one reduction of an update."""
@@ -119,17 +120,32 @@ class SpmdProgram:
         num_parts = jax.tree.leaves(microbatches)[0].shape[0] * data_parallel(self.mesh)
         parts = max(num_parts, self._least_parts)
         check_terms(traced, seen, parts)
+        given = seen, cast, microbatches, keys
         if (
             self.grad_specs is not None and traced.repeats_draws()
         ):  # an evaluation may draw the same on purpose
             warnings.warn(repeated_draws.WARNING, stacklevel=2)
         check_experts(traced, seen, [*map(self._cuts_experts, jax.tree.leaves(self.specs))])
         if self.normalize == "global":
-            of_more_rows = partial(self._traced_for_more_rows, seen, cast, microbatches, keys)
+            of_more_rows = partial(self._traced_for_more_rows, *given)
             check_sums(traced, of_more_rows, seen, parts)
         cut = specs_of(microbatches, self.mesh, context is not None)
         specs = (_manual(self.specs), cut, rows_spec(self.mesh))
-        return _OneDevice(self, traced, context, num_parts), (params, microbatches, keys), specs
+        of_tokens = self._of_tokens(traced, context, given)
+        body = _OneDevice(self, traced, context, num_parts, of_tokens)
+        return body, (params, microbatches, keys), specs
+
+    def _of_tokens(
+        self, traced: Traced, context: OverContext | None, given: tuple
+    ) -> tuple[bool, ...] | None:
+        """Returns which outputs are per token, where a token budget has arranged the microbatches."""
+        seen, cast, microbatches, keys = given
+        if not are_rearranged(microbatches, self._remainder):
+            return None
+        if context is not None:
+            return tuple(jax.tree.leaves(context.tokens))
+        traced_for = lambda others: self._traced_for(seen, cast, others, keys)  # noqa: E731
+        return of_tokens(traced.shape.outputs, microbatches, traced_for)
 
     def _traced_for_more_rows(self, seen, cast, microbatches, keys) -> Traced | None:
         """Returns the loss function traced for twice as many rows; None if it allows one size alone."""
@@ -138,10 +154,13 @@ class SpmdProgram:
             microbatches, rows, *rest = leaf.shape
             return jax.ShapeDtypeStruct((microbatches, 2 * rows, *rest), leaf.dtype)
 
-        given = jax.tree.map(twice, (microbatches, keys))
+        return self._traced_for(seen, cast, *jax.tree.map(twice, (microbatches, keys)))
+
+    def _traced_for(self, seen, cast, microbatches, keys) -> Traced | None:
+        """Returns the loss function traced for microbatches of other sizes; None if it does not take them."""
         with warnings.catch_warnings(), suppress(Exception):
             warnings.simplefilter("ignore")
-            return traced_on_mesh(as_loss_fn(self.model), self.mesh, seen, cast, *given)[0]
+            return traced_on_mesh(as_loss_fn(self.model), self.mesh, seen, cast, microbatches, keys)[0]
         return None
 
     def _cuts_experts(self, spec: P) -> bool:
@@ -176,12 +195,14 @@ class _OneDevice:
     traced:    the loss function of one microbatch.
     context:   None where sequences are whole.
     num_parts: microbatches of a replica times replicas.
+    of_tokens: which leaves of the outputs are per token; None where no token budget has arranged the rows.
     """
 
     program: SpmdProgram
     traced: Traced
     context: OverContext | None
     num_parts: int
+    of_tokens: tuple[bool, ...] | None
 
     def run(self, params, microbatches, keys, grad_scale, given) -> tuple:
         """Returns (grads, loss, terms, metrics, per_microbatch, outputs)."""
@@ -222,6 +243,11 @@ class _OneDevice:
     def undivided(self) -> tuple[str, ...]:
         """Returns the names of the terms without a weight."""
         return tuple(sorted(name for name, term in self.traced.places.terms.items() if term.weight is None))
+
+    @property
+    def facts(self) -> dict[str, tuple | None]:
+        """Returns the facts of an `Origin` that the loss function decides."""
+        return {"undivided": self.undivided, "of_tokens": self.of_tokens}
 
     @property
     def tokens(self) -> PyTree:

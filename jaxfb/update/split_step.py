@@ -91,8 +91,8 @@ class SplitStep(StepStates):
         out = self._differentiated(self.compiler_options)(
             state, self._on_mesh.batch(batch), keys, weights, model, cut
         )
-        outputs = out.outputs if packed is None else packed.restore(out.outputs)
-        return replace(out, outputs=outputs, origin=replace(out.origin, rows=rows, weights=weights))
+        out = out if packed is None else packed.restored(out)
+        return replace(out, origin=replace(out.origin, rows=rows, weights=weights))
 
     @on_its_mesh
     def weights(

@@ -1,5 +1,7 @@
 """A token budget changes neither loss nor gradient nor what is collected: widths, packing, replicas, microbatches."""
 
+import warnings
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -113,6 +115,50 @@ def test_what_a_budget_cannot_do_is_refused(params, batch):
         jaxfb.make_train_step(MODEL, optax.sgd(0.1), None, plan)
     with pytest.raises(PlanError, match="row 1 has 11 tokens"):
         fb(MODEL, params, batch, plan.replace(sequence_length=9, widths=(9,)))
+
+
+def scores_of_rows(table, microbatch, rng):
+    """Gives as many numbers for each row as a microbatch is wide, and one for each of its tokens."""
+    valid = microbatch["segments"] > 0
+    of_tokens = jnp.where(valid, microbatch["tokens"] * table.sum(), 0.0)
+    of_rows = of_tokens.sum(1)[:, None] * table
+    total = jaxfb.Sum(of_rows.sum(), valid.sum())
+    return jaxfb.LossOutput({"loss": total}, outputs={"rows": of_rows, "tokens": of_tokens})
+
+
+@pytest.mark.parametrize("mesh, more", [({}, {}), ({"data": 2, "context": 2}, {"max_context": 2})])
+def test_numbers_of_a_row_as_many_as_tokens_stay_those_of_the_row(mesh, more, batch):
+    table = np.arange(1.0, LENGTH + 1)
+    plan = jaxfb.BatchPlan(
+        rows=ROWS,
+        data_parallel=mesh.get("data", 1),
+        max_tokens_per_microbatch=24,
+        sequence_length=LENGTH,
+        **more,
+    )
+    devices = jax.devices()[: int(np.prod(list(mesh.values())))]
+    fb = jaxfb.get_forward_backward_func(jaxfb.make_mesh(**mesh, devices=devices))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it does not communicate over context
+        got = fb(scores_of_rows, table, batch, plan, forward_only=True)
+    close(got.outputs, scores_of_rows(table, batch, None).outputs)
+    if not more:
+        with pytest.raises(
+            ValueError, match=r"per token, .* got shape \(6, 12\), of which the second dim does not"
+        ):
+            fb(scores_of_rows, table, batch, plan.replace(packing=True), forward_only=True)
+
+
+def test_a_model_of_one_width_may_give_numbers_of_tokens(batch):
+    def of_one_width(table, microbatch, rng):
+        assert microbatch["tokens"].shape[1] == LENGTH
+        out = scores_of_rows(table, microbatch, rng)
+        return jaxfb.LossOutput(out.terms, outputs=out.outputs["tokens"])
+
+    plan = jaxfb.BatchPlan(rows=ROWS, max_tokens_per_microbatch=24, sequence_length=LENGTH)
+    fb = jaxfb.get_forward_backward_func(jaxfb.make_mesh(devices=jax.devices()[:1]))
+    got = fb(of_one_width, np.ones(LENGTH), batch, plan, forward_only=True)
+    close(got.outputs, scores_of_rows(np.ones(LENGTH), batch, None).outputs["tokens"])
 
 
 @pytest.mark.parametrize("packing", [False, True])
