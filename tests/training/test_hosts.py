@@ -330,7 +330,7 @@ def test_where_a_compiled_function_finds_another_process_gone_that_process_is_na
     """JAX raises a plain ValueError then; it was printed with its traceback, and the process ended with exit code 1."""
     monkeypatch.setattr("jaxfb.training.hosts.atexit.register", lambda *_: None)
     store = Store()
-    watches = [watch(store, index, lost_after=60.0) for index in range(3)]
+    watches = [watch(store, index, lost_after=15.0) for index in range(3)]
     hosts = of_two(store, 0)
     hosts._advice = lambda: "start again"
     try:
@@ -435,6 +435,7 @@ def test_a_process_that_fails_says_why():
 def test_the_others_end_for_good_where_another_start_would_change_nothing(error, code, sentence, monkeypatch):
     """Each host's `jaxfb launch` sees its own process alone."""
     monkeypatch.setattr("jaxfb.training.hosts.atexit.register", lambda *_: None)
+    monkeypatch.setattr("jaxfb.training.watch.LAST_WORDS", 0.3)
     store = Store()
     one, two = watch(store, 0, lost_after=1.0), watch(store, 1, lost_after=1.0)
     try:
