@@ -328,16 +328,16 @@ MUTATIONS = (
     Mutation(
         "a_further_round_waits_for_other_groups",
         "parallel/expert_rounds.py",
-        "return route_back(answers, window, out), state",
-        'return route_back(answers + 0 * lax.psum(answers, "fsdp"), window, out), state',
+        "return route_back(outputs, window, out), state",
+        'return route_back(outputs + 0 * lax.psum(outputs, "fsdp"), window, out), state',
         "models/test_moe.py::test_devices_meet_in_a_loop_only_with_those_that_run_it_as_often",
     ),
     Mutation(
-        "gradients_of_answers_sent_before_the_rows",
+        "gradients_of_outputs_sent_before_the_rows",
         "parallel/expert_exchange.py",
         "cotangent, _ = lax.optimization_barrier((cotangent, arrived))",
         "cotangent, _ = cotangent, arrived",
-        "parallel/test_expert.py::test_gradients_of_answers_are_sent_after_the_rows_are_here",
+        "parallel/test_expert.py::test_gradients_of_outputs_are_sent_after_the_rows_are_here",
     ),
     Mutation(
         "all_turns_sent_at_once",
@@ -398,8 +398,8 @@ MUTATIONS = (
     Mutation(
         "attention_not_computed_again_beside_the_rows",
         "models/block.py",
-        "answer, out, beside = self.moe(read, counted_RT, load_E, beside)",
-        "answer, out, _ = self.moe(read, counted_RT, load_E)",
+        "output, out, beside = self.moe(read, counted_RT, load_E, beside)",
+        "output, out, _ = self.moe(read, counted_RT, load_E)",
         "models/test_moe.py::test_a_layers_second_half_computes_what_it_is_given_while_rows_are_sent",
     ),
     Mutation(
@@ -557,11 +557,11 @@ MUTATIONS = (
         "models/test_grouped_matmul.py::test_kernels_multiply_what_their_blocks_divide",
     ),
     Mutation(
-        "answers_of_experts_computed_again",
+        "outputs_of_experts_computed_again",
         "planner/formula_time.py",
         "sizes.hidden_size * inner_width(sizes)",
         "sizes.hidden_size * 0",
-        "planner/test_formula.py::test_a_layer_computed_again_needs_no_answers_of_its_experts",
+        "planner/test_formula.py::test_a_layer_computed_again_needs_no_outputs_of_its_experts",
     ),
     Mutation(
         "kernels_of_gpus_cost_nothing",
@@ -1638,7 +1638,7 @@ MUTATIONS = (
         "parallel/tensor.py",
         "return (residual_stream(cotangent, sequence_parallel=False),)",
         "return (cotangent,)",
-        "parallel/test_tensor.py::test_the_gradient_of_attentions_answer_is_gathered_before_its_products",
+        "parallel/test_tensor.py::test_the_gradient_of_attentions_output_is_gathered_before_its_products",
     ),
     Mutation(
         "vocabulary_over_pipe_made_whole_over_tensor",
@@ -2311,10 +2311,10 @@ MUTATIONS = (
         "parallel/test_row_order.py::test_sums_leave_both_branches_of_an_event_in_the_order_of_rows",
     ),
     Mutation(
-        "formula_keeps_the_answer_of_an_mlp",
+        "formula_keeps_the_output_of_an_mlp",
         "planner/widths.py",
-        "width = _attention_width(sizes, answer) + 2 * _middle_width(config, sizes)",
-        "width = _attention_width(sizes, answer) + 3 * _middle_width(config, sizes)",
+        "width = _attention_width(sizes, output) + 2 * _middle_width(config, sizes)",
+        "width = _attention_width(sizes, output) + 3 * _middle_width(config, sizes)",
         "planner/test_formula.py::test_selective_keeps_what_the_backward_reads",
     ),
     Mutation(
@@ -2756,11 +2756,12 @@ def copy_with(mutation: Mutation | None, directory: Path) -> None:
         target.write_text(mutation.applied(target.read_text()))
 
 
-def run(tests: list[str], directory: Path, seconds: float = 600) -> tuple[int, str]:
-    """(exit status, end of the output) of pytest on these tests of a copy."""
+def run(test: str, directory: Path, seconds: float = 600) -> tuple[int, str]:
+    """(exit status, end of the output) of pytest on the cases of a test of a copy that `make test-fast` runs."""
     environment = {**os.environ, "PYTHONPATH": str(directory)}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider"]
-    command += [f"tests/{test}" for test in tests]
+    file, function = test.split("::")  # not by its id, by which slow cases run as well
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow and not thorough"]
+    command += ["-p", "no:cacheprovider", f"tests/{file}", "-k", f"{function} and not {function}_"]
     try:
         done = subprocess.run(
             command, cwd=directory, env=environment, capture_output=True, text=True, timeout=seconds
@@ -2774,7 +2775,7 @@ def outcome(mutation: Mutation) -> str:
     """ "caught", "SURVIVED", or what went wrong: pytest's 1 means that a test failed, 0 that all passed."""
     with tempfile.TemporaryDirectory() as directory:
         copy_with(mutation, Path(directory))
-        status, output = run([mutation.test], Path(directory))
+        status, output = run(mutation.test, Path(directory))
     return {0: "SURVIVED", 1: "caught"}.get(status, f"BROKEN ({status}): {output}")
 
 

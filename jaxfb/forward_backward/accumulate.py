@@ -77,7 +77,7 @@ def forward(
 
 
 def split_totals(out: LossOutput) -> tuple[dict, LossOutput]:
-    """Splits an answer into what is differentiated, by term, and the answer, as `jax.vjp(..., has_aux=True)` wants."""
+    """Splits an output into what is differentiated, by term, and the output, as `jax.vjp(..., has_aux=True)` wants."""
     return {name: term.total for name, term in out.terms.items()}, out
 
 

@@ -31,14 +31,14 @@ class LayerInHalves(NamedTuple):
     def __call__(self, params, hidden, microbatch, rng) -> tuple[PyTree, LossOutput]:
         """Returns (hidden, its terms and metrics)."""
         between = self.first(params, hidden, microbatch, rng)
-        return self.answer((), params, between, microbatch, rng)[0]
+        return self.finish((), params, between, microbatch, rng)[0]
 
-    def answer(
+    def finish(
         self, beside: PyTree, params, between, microbatch, rng
     ) -> tuple[tuple[PyTree, LossOutput], PyTree]:
         """Returns ((hidden, its terms and metrics), beside)."""
-        answer = self.second(params, between, microbatch, rng, beside)
-        out, beside = two_results("Pipelined.halves.second", answer, "(what layer returns, beside)")
+        returned = self.second(params, between, microbatch, rng, beside)
+        out, beside = two_results("Pipelined.halves.second", returned, "(what layer returns, beside)")
         return layer_output(out), beside
 
 
@@ -58,7 +58,7 @@ class HalfPasses(LayerPasses):
         """Returns (hidden, terms and metrics, what is kept by layer)."""
         context = context_of(layer, inputs)
         between = self._halves.first(layer.params, before, *context)
-        (after, out), _ = self._halves.answer((), layer.params, between, *context)
+        (after, out), _ = self._halves.finish((), layer.params, between, *context)
         return after, out, (before, between)
 
     def backward(self, layer: Layers, kept: PyTree, cotangent: PyTree, seeds: dict, inputs: StageInputs):
@@ -76,7 +76,7 @@ class HalfPasses(LayerPasses):
 
     def _second(self, beside: PyTree, params: PyTree, between: PyTree, *context: Any):
         """Returns ((hidden, totals of its terms), beside)."""
-        (after, out), beside = self._halves.answer(beside, params, between, *context)
+        (after, out), beside = self._halves.finish(beside, params, between, *context)
         return (after, {name: term.total for name, term in out.terms.items()}), beside
 
     def _of_trained(self, half: Callable, layer: Layers, context: tuple) -> Callable:

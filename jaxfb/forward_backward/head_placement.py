@@ -1,7 +1,7 @@
 """The two ends of a pipeline: the embedding before the first stage, the head and loss after the last.
 
 All devices run the same tick, so what one end does costs everybody. Three ways to place the head:
-"last" lets every device run the whole head and uses the answer of the one that holds the last stage;
+"last" lets every device run the whole head and uses the result of the one that holds the last stage;
 "rows" gives each device its share of the microbatch's rows, exact as long as the terms are sums over rows or, such as
 a penalty on the parameters, read none;
 "vocabulary" gives each its share of the vocabulary, of the embedding too, for models that offer it.
@@ -52,13 +52,13 @@ class HeadPlacement(ABC):
         return self._model
 
     def loss(self, outer: PyTree, hidden: PyTree, inputs: StageInputs) -> LossOutput:
-        """Returns this device's part of the answer, neutral where it has none; `hidden` counts on loss_device."""
+        """Returns this device's part of the result, neutral where it has none; `hidden` counts on loss_device."""
         return self._neutral_elsewhere(self._head(outer, *self._spread(hidden, inputs)))
 
     def loss_backward(
         self, outer: PyTree, hidden: PyTree, inputs: StageInputs, seeds: dict
     ) -> tuple[LossOutput, PyTree, PyTree]:
-        """Returns (its part of the answer, its part of the gradient of `outer`, cotangent of hidden on loss_device)."""
+        """Returns (its part of the result, its part of the gradient of `outer`, cotangent of hidden on loss_device)."""
         hidden, inputs = self._spread(hidden, inputs)
 
         def totals(outer, hidden):
@@ -101,26 +101,26 @@ class HeadPlacement(ABC):
     def _own(self, grads: PyTree) -> PyTree:
         """Returns the part of the gradient of `outer` that is this device's to add."""
 
-    def _answers(self) -> jax.Array:
-        """Returns bool[]: whether this device's answer counts."""
+    def _counts(self) -> jax.Array:
+        """Returns bool[]: whether this device's result counts."""
         return self._here(self._loss_device)
 
-    def _answers_last(self) -> jax.Array:
-        """Returns bool[]: whether the last rows are in this device's answer."""
-        return self._answers()
+    def _counts_last(self) -> jax.Array:
+        """Returns bool[]: whether the last rows are in this device's result."""
+        return self._counts()
 
     def _whole_output(self, leaf: jax.Array) -> jax.Array:
-        """Returns [num_microbatches, rows, ...] of all rows, from each device's; zero where it does not answer."""
+        """Returns [num_microbatches, rows, ...] of all rows, from each device's; zero where its own do not count."""
         return across(lax.psum, leaf, ("pipe",))
 
     def _neutral_elsewhere(self, out: LossOutput) -> LossOutput:
         def neutral(metric):
             fill = {Max: _lowest, Min: _highest}.get(type(metric), lambda a: 0)
-            mine = self._answers_last() if isinstance(metric, Last) else self._answers()
+            mine = self._counts_last() if isinstance(metric, Last) else self._counts()
             return jax.tree.map(lambda a: jnp.where(mine, a, jnp.full_like(a, fill(a))), metric)
 
         metrics = {name: neutral(metric) for name, metric in out.metrics.items()}
-        return LossOutput(masked(self._answers(), out.terms), metrics, masked(self._answers(), out.outputs))
+        return LossOutput(masked(self._counts(), out.terms), metrics, masked(self._counts(), out.outputs))
 
     def _here(self, device: int) -> jax.Array:
         return lax.axis_index("pipe") == device
@@ -144,13 +144,13 @@ class _WholeModel(HeadPlacement):
 
 
 class LastPlacement(_WholeModel):
-    """Runs the whole head on every device; only the answer of loss_device counts."""
+    """Runs the whole head on every device; only the result of loss_device counts."""
 
     def _spread(self, hidden, inputs):
         return hidden, inputs
 
     def _own(self, grads):
-        return masked(self._answers(), grads)
+        return masked(self._counts(), grads)
 
 
 class RowsPlacement(_WholeModel):
@@ -159,7 +159,7 @@ class RowsPlacement(_WholeModel):
     cuts_rows = True
 
     def _head(self, outer, hidden, inputs):
-        """Returns the answer for this device's rows; what reads no row is that of all rows, and counts once."""
+        """Returns the result for this device's rows; what reads no row is that of all rows, and counts once."""
         out, here = super()._head(outer, hidden, inputs), self._here(self._loss_device)
         share, whole = (self._traced(outer, hidden, inputs, n) for n in (1, lax.axis_size("pipe")))
 
@@ -204,10 +204,10 @@ class RowsPlacement(_WholeModel):
     def _own(self, grads):
         return grads
 
-    def _answers(self):
+    def _counts(self):
         return jnp.asarray(True)
 
-    def _answers_last(self):
+    def _counts_last(self):
         return self._here(lax.axis_size("pipe") - 1)
 
     def _whole_output(self, leaf):
@@ -250,7 +250,7 @@ class VocabularyPlacement(HeadPlacement):
         """Returns this device's gradient contribution: its shard of sharded leaves, its partial sum of row-shared
         leaves; replicated leaves count on loss_device only.
         """
-        here, parts, shared = self._answers(), self._cut, self._vocabulary.shared
+        here, parts, shared = self._counts(), self._cut, self._vocabulary.shared
         if shared is not None:
             parts = jax.tree.map(max, parts, shared(grads))
         return jax.tree.map(lambda grad, part: grad if part else masked(here, grad), grads, parts)

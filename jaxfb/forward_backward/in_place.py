@@ -84,7 +84,7 @@ class InPlace:
         return grads, out
 
     def _loop(self, params: PyTree, start: tuple[PyTree, PyTree], each: tuple) -> tuple:
-        """Runs (microbatch, keys, seeds) one after the other: ((sums of gradients, what layers kept), the answers)."""
+        """Runs (microbatch, keys, seeds) one after the other: ((sums of gradients, what layers kept), the records)."""
         layers = self._layers(params)
 
         def step(carry, xs):
@@ -124,7 +124,7 @@ class InPlace:
         seeds,
         handed: Handed | None,
     ):
-        """Returns (((gradients with this microbatch's added, what its layers kept), what they hand on), its answer).
+        """Returns (((gradients with this microbatch's added, what its layers kept), what they hand on), its records).
 
         so_far: the sums of the gradients beside the layers, to which this microbatch's are added; target: of theirs.
         """
@@ -160,7 +160,7 @@ class InPlace:
         return jax.vjp(embed, _read_by(embed, like(so_far, outer)))
 
     def _head_vjp(self, so_far: PyTree, outer: PyTree, hidden: PyTree, inputs: StageInputs):
-        """Returns (totals of the terms, VJP to the head's likewise and to hidden, the answer)."""
+        """Returns (totals of the terms, VJP to the head's likewise and to hidden, the records)."""
 
         def head(trained, hidden):
             return self._head(self._whole(joined(trained, outer)), hidden, inputs)

@@ -1,4 +1,4 @@
-"""Calls the user's loss function on one microbatch and checks its answer."""
+"""Calls the user's loss function on one microbatch and checks what it returns."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ def _own_variables() -> Iterator[None]:
 
 
 def as_loss_output(out: Any) -> LossOutput:
-    """Returns the loss function's answer as a LossOutput of float terms, none narrower than float32.
+    """Returns what the loss function returned as a LossOutput of float terms, none narrower than float32.
 
     Raises:
-      ValueError: the answer is not a LossOutput or Sum, or something in it is not what its place asks for.
+      ValueError: it is not a LossOutput or Sum, or something in it is not what its place asks for.
     """
     if isinstance(out, Sum):
         out = LossOutput({"loss": out})

@@ -125,7 +125,7 @@ class OverContext:
         """Returns the cotangents of totals; that of a total that is the same on all devices is 0 on all but one."""
         return {name: _once(seed, self.shared.terms[name].total) for name, seed in seeds.items()}
 
-    def answer(self, out: LossOutput) -> LossOutput:
+    def combined(self, out: LossOutput) -> LossOutput:
         """Returns the results for sums over the axis: what is the same on all devices is 0 on all but one."""
         leaves, structure = jax.tree.flatten(out.metrics)
         for number, value in self.constants.items():

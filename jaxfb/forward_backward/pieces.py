@@ -51,7 +51,7 @@ def check_terms(head: Callable, outer: PyTree, hidden: PyTree, inputs: PyTree, n
     A constant weight that grows with the tokens is that of a sum over tokens of what is the same for each.
 
     Args:
-      head: (outer, hidden, *inputs) -> the answer.
+      head: (outer, hidden, *inputs) -> its LossOutput.
       hidden, inputs: shapes for a piece; leaves [rows, tokens, ...] and [rows].
     """
     tokens = [len(leaf.shape) > 1 for leaf in jax.tree.leaves((hidden, inputs))]

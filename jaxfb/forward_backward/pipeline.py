@@ -67,7 +67,7 @@ class Executor:
         accum_dtypes: Weights | None,
         so_far: Weights | None = None,
     ) -> tuple[Weights | None, LossOutput]:
-        """Computes gradients of this device's layers, its part of those of `outer`, and every microbatch's answer.
+        """Computes gradients of this device's layers, its part of those of `outer`, and every microbatch's records.
 
         seeds, accum_dtypes: None for a program without a backward. so_far: a sum to add to; None: zeros.
         """
@@ -215,14 +215,14 @@ class Tick:
 
             return b._replace(records=self._if("loss", when, row["loss_valid"], answer_only, b.records))
 
-        def answer(carried):
+        def add_loss(carried):
             records, gradient, outer = carried
             seeds = self._seed(microbatch, records.terms)
             out, grads, cotangent = self._head.loss_backward(self._weights.outer, hidden, inputs, seeds)
             gradient = put(gradient, row["loss_gradient"], cotangent)
             return put(records, microbatch, out), gradient, added(outer, grads)
 
-        carried = self._if("loss", when, row["loss_valid"], answer, (b.records, b.gradient, b.grads.outer))
+        carried = self._if("loss", when, row["loss_valid"], add_loss, (b.records, b.gradient, b.grads.outer))
         return b._replace(records=carried[0], gradient=carried[1], grads=b.grads._replace(outer=carried[2]))
 
     def _backward(self, b: Buffers, row: dict, when: str) -> Buffers:

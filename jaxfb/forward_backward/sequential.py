@@ -68,7 +68,7 @@ def sequential(
 
 
 def as_loss_fn(model: LossFn | Pipelined) -> LossFn:
-    """Returns the model as one loss function whose answer is a checked LossOutput."""
+    """Returns the model as one loss function that returns a checked LossOutput."""
     if isinstance(model, Pipelined):
         return checked(sequential(model))
     return checked(lambda params, *rest: model(unconstrained(params), *rest))
@@ -180,7 +180,7 @@ def joined_parts(parts: Sequence[LossOutput]) -> LossOutput:
 
 
 def with_layers(out: LossOutput, layers: LossOutput) -> LossOutput:
-    """Returns the head's answer together with the layers' terms and metrics."""
+    """Returns the head's output together with the layers' terms and metrics."""
     for kind, ours, theirs in (("term", out.terms, layers.terms), ("metric", out.metrics, layers.metrics)):
         if both := sorted(set(ours) & set(theirs)):
             raise Refused(

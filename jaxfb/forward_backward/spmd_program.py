@@ -220,7 +220,7 @@ class _OneDevice:
     def _results(self, params, microbatches, keys, grad_scale, given, run: Callable) -> tuple:
         """Returns (gradients, loss, terms, metrics, per_microbatch, outputs).
 
-        run: (prepared, microbatches, keys, seeds, accum_dtypes) -> (gradients, answers).
+        run: (prepared, microbatches, keys, seeds, accum_dtypes) -> (gradients, records).
         """
         weights = term_weights(self.traced, microbatches, keys, self.num_parts, self.context)
         strategy = self.program.strategy
@@ -230,7 +230,7 @@ class _OneDevice:
         else:
             seeds = self._seeds(weights, grad_scale, given)
             grads, out = run(prepared, *data, seeds, strategy.execution.sums)
-        out = out if self.context is None else self.context.answer(out)
+        out = out if self.context is None else self.context.combined(out)
         return grads, *self._records(out, weights, given), out.outputs
 
     def weights(self, microbatches, keys) -> dict:

@@ -47,7 +47,7 @@ class Strategy(Protocol):
     def forward_backward(
         self, prepared, microbatches, keys, seeds, accum_dtypes, so_far=None
     ) -> tuple[PyTree, LossOutput]:
-        """Returns local gradients of `prepared`, and every microbatch's answer, [num_microbatches, ...] leaves.
+        """Returns local gradients of `prepared`, and every microbatch's records, [num_microbatches, ...] leaves.
 
         so_far: local gradients of other rows of the update, to which these are added.
         """
@@ -56,11 +56,11 @@ class Strategy(Protocol):
     def reduced(
         self, prepared, microbatches, keys, seeds, accum_dtypes, grad_specs: PyTree, axes: tuple[str, ...]
     ) -> tuple[PyTree, LossOutput]:
-        """Returns `reduce` of the gradients, and the answers."""
+        """Returns `reduce` of the gradients, and the records."""
         ...
 
     def forward(self, prepared, microbatches, keys) -> LossOutput:
-        """Returns the answers alone."""
+        """Returns the records alone."""
         ...
 
     def reduce(self, grads: PyTree, grad_specs: PyTree, axes: tuple[str, ...]) -> PyTree:

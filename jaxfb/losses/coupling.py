@@ -78,7 +78,7 @@ def coupled(loss: Callable, num_inputs: int, leaves: tuple, structure: Any) -> t
 def _both_ways(loss: Callable) -> Callable:
     """Returns (floats, microbatch) -> the loss of all rows together, and the sum of the losses of single rows."""
 
-    def answers(floats, microbatch):
+    def values_and_gradient(floats, microbatch):
         def objective(floats):
             out = loss(*floats, microbatch)
             out = LossOutput({"loss": out}) if isinstance(out, Sum) else out
@@ -94,11 +94,14 @@ def _both_ways(loss: Callable) -> Callable:
 
     def one_by_one(floats, microbatch):
         alone = jax.tree.map(lambda leaf: jnp.asarray(leaf)[:, None], (floats, microbatch))
-        named, gradient = jax.vmap(lambda row: answers(*row))(alone)
+        named, gradient = jax.vmap(lambda row: values_and_gradient(*row))(alone)
         return jax.tree.map(lambda x: x.sum(0), named), [x[:, 0] for x in gradient]
 
     def run(floats, microbatch):
-        (named, gradient), (added, stacked) = answers(floats, microbatch), one_by_one(floats, microbatch)
+        (named, gradient), (added, stacked) = (
+            values_and_gradient(floats, microbatch),
+            one_by_one(floats, microbatch),
+        )
         return named | {GRADIENT: jnp.stack(gradient)}, added | {GRADIENT: jnp.stack(stacked)}
 
     return jax.jit(run)

@@ -35,20 +35,24 @@ def from_megatron(loss_func: Callable[..., tuple], per_token: bool = False) -> L
     boolean("per_token", per_token, who="from_megatron:")
 
     def loss_fn(params, microbatch, rng) -> LossOutput:
-        answer = loss_func(params, microbatch, rng)
-        if not isinstance(answer, tuple) or len(answer) not in (2, 3) or not isinstance(answer[-1], dict):
+        returned = loss_func(params, microbatch, rng)
+        if (
+            not isinstance(returned, tuple)
+            or len(returned) not in (2, 3)
+            or not isinstance(returned[-1], dict)
+        ):
             raise Refused(
                 "a Megatron loss function must return (loss, dict) or (loss_sum, num_tokens, dict), got "
-                f"{type(answer).__name__}{f' of {len(answer)}' if isinstance(answer, tuple) else ''}"
+                f"{type(returned).__name__}{f' of {len(returned)}' if isinstance(returned, tuple) else ''}"
             )
-        metrics = {name: _metric(name, value) for name, value in answer[-1].items()}
-        return LossOutput({"loss": _term(answer[:-1], per_token)}, metrics)
+        metrics = {name: _metric(name, value) for name, value in returned[-1].items()}
+        return LossOutput({"loss": _term(returned[:-1], per_token)}, metrics)
 
     return loss_fn
 
 
-def _term(answer: tuple, per_token: bool) -> Sum:
-    numbers = [_array(name, value) for name, value in zip(("loss", "num_tokens"), answer, strict=False)]
+def _term(returned: tuple, per_token: bool) -> Sum:
+    numbers = [_array(name, value) for name, value in zip(("loss", "num_tokens"), returned, strict=False)]
     if len(numbers) == 1:
         return Sum(numbers[0], 1.0)
     loss_sum, num_tokens = numbers

@@ -77,7 +77,7 @@ class Block(nnx.Module):
         `counted_RT`).
         """
         x_RTD, kept = self.attended(x_RTD, positions_RT, attend, keys)
-        x_RTD, out, _ = self.answered(x_RTD, keys, counted_RT, load_E)
+        x_RTD, out, _ = self.transformed(x_RTD, keys, counted_RT, load_E)
         return x_RTD, kept, out
 
     def attended(
@@ -90,7 +90,7 @@ class Block(nnx.Module):
             added = mixed if self.norms == "pre" else self.attention_out_norm(mixed)
             return x_RTD + dropout(added, self.dropout, keys, site=0), kept
 
-    def answered(
+    def transformed(
         self,
         x_RTD: jax.Array,
         keys: jax.Array | None = None,
@@ -106,10 +106,10 @@ class Block(nnx.Module):
         with jax.named_scope("mlp"):
             read = whole(x_RTD if self.norms == "post" else self.mlp_norm(x_RTD))
             if self.has_experts:
-                answer, out, beside = self.moe(read, counted_RT, load_E, beside)
+                output, out, beside = self.moe(read, counted_RT, load_E, beside)
             else:
-                answer = self.mlp(read)
-            added = answer if self.norms == "pre" else self.mlp_out_norm(answer)
+                output = self.mlp(read)
+            added = output if self.norms == "pre" else self.mlp_out_norm(output)
             x_RTD = x_RTD + dropout(added, self.dropout, keys, site=1)
         return residual_stream(x_RTD, self.sequence_parallel), out, beside
 

@@ -58,7 +58,7 @@ class Router(nnx.Module):
         return Routing(logits, probs, experts.astype(jnp.int32), weights * config.router_scale)
 
     def _biased(self, scores: jax.Array) -> jax.Array:
-        """Returns the scores by which experts are chosen; answers are weighted by the unbiased scores
+        """Returns the scores by which experts are chosen; expert outputs are weighted by the unbiased scores
         (arXiv:2408.15664).
         """
         if not self.config.has_router_bias:
@@ -78,7 +78,7 @@ class Router(nnx.Module):
 
 class Experts(nnx.Module):
     """E SwiGLUs in three arrays, [E, D, F] twice and [E, F, D], E cut over `expert` and F over `tensor`; with biases
-    three more, [E, F] twice and [E, D]. An adapter adds to what its matrix answers (`jaxfb.models.lora`).
+    three more, [E, F] twice and [E, D]. An adapter adds to what its matrix gives (`jaxfb.models.lora`).
     """
 
     adapters: Any = None
@@ -111,7 +111,7 @@ class Experts(nnx.Module):
         Rows are multiplied by their weights before the last product, whose result the gradient of a weight then does
         not need.
 
-        Returns (the weighted answers [S, D], the kernels for the next call).
+        Returns (the weighted outputs [S, D], the kernels for the next call).
         """
         (rows_SD, weights_S1), (gate_kernel, up_kernel, down_kernel) = rows, kernels
         gate, gate_kernel = self._product("gate", gate_kernel, rows_SD, sizes_L)
@@ -161,7 +161,7 @@ class MoE(nnx.Module):
         load_E: jax.Array | None = None,
         beside: Any = (),
     ) -> tuple[jax.Array, LossOutput, Any]:
-        """Returns (answer, the router's terms of the loss and metrics, `beside`).
+        """Returns (output, the router's terms of the loss and metrics, `beside`).
 
         Args:
           x_RTD: float[R, T, D].

@@ -97,7 +97,7 @@ class MultiToken:
             attend = attend_to(self._layer, read.segments)
             x, terms = module(x, embedded, read.positions, attend, keys, read.counted)
             normed = module.norm(x)
-            answer = self._loss(
+            result = self._loss(
                 split.give(residual_stream(normed, False)),
                 outer.head_kernel,
                 shifted(microbatch, depth),
@@ -105,9 +105,9 @@ class MultiToken:
             )
             x = normed if self.config.mtp_as_published else x
             name = f"{NAME}_{depth}"
-            out["terms"] |= {name: answer.terms["cross_entropy"]}
+            out["terms"] |= {name: result.terms["cross_entropy"]}
             out["terms"] |= {f"{name}_{kind}": split.total(term) for kind, term in terms.items()}
-            out["metrics"] |= {f"{name}_accuracy": answer.metrics["accuracy"]}
+            out["metrics"] |= {f"{name}_accuracy": result.metrics["accuracy"]}
         return LossOutput(**out)
 
     def _loss(self, normed, kernel, microbatch, axis) -> LossOutput:

@@ -104,7 +104,7 @@ class _Layers:
         def second(params, hidden, microbatch, rng=None, beside=()):
             read = _read(microbatch, rng, self._with_experts)
             block, load = block_of(params, read.keys), params.get(LOAD)
-            after, out, beside = block.answered(hidden, read.keys, read.counted, load, beside)
+            after, out, beside = block.transformed(hidden, read.keys, read.counted, load, beside)
             return ((after, out) if self._with_experts else after), beside
 
         return Halves(first, second, ("mlp", "moe"))

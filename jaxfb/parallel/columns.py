@@ -63,12 +63,12 @@ class Columns:
         """Returns the tokens that are looked up here, [across, n], from this device's [n]."""
         return self.grid.gather_across(tokens[None])
 
-    def answer(self, found: jax.Array) -> jax.Array:
+    def give(self, found: jax.Array) -> jax.Array:
         """Returns the rows [n, width] of this device's tokens, from the parts [across, n, columns] found here."""
         return self.grid.exchange(found, 0, 2)[0]
 
-    def answered(self, cotangent: jax.Array) -> jax.Array:
-        """Returns the transpose of `answer`."""
+    def give_back(self, cotangent: jax.Array) -> jax.Array:
+        """Returns the transpose of `give`."""
         return self.grid.exchange(cotangent[None], 2, 0)
 
 

@@ -1,8 +1,8 @@
 """The expert axis: each device holds some of the experts, and rows travel to the experts that they chose.
 
 One exchange there and one back. Rows are sorted by expert, so what goes to one device lies together, and arrives
-sorted. The weight of each choice travels with its row, and answers come back multiplied by it: so a backward needs no
-answers, and where a layer is computed again in it, none is computed and none comes back. Where rows come from and go to
+sorted. The weight of each choice travels with its row, and outputs come back multiplied by it: so a backward needs no
+outputs, and where a layer is computed again in it, none is computed and none comes back. Where rows come from and go to
 is a `Slots`: both directions are gathers, forward and backward, and no scatter-add is made. Rows for which a device has
 no space go in further rounds (`expert_rounds`).
 
@@ -98,11 +98,11 @@ def dispatch(
     choices of each device's tokens, and which those are depends on how rows were split over devices and microbatches.
 
     Args:
-      run: applies this device's experts to the rows of a window, and multiplies each answer by its row's weight.
+      run: applies this device's experts to the rows of a window, and multiplies each output by its row's weight.
       state: what the first call of `run` is given; the others are given what the one before returned.
       x: float[T, D].
       chosen: i32[T, K], different experts for one token; num_experts for nobody.
-      weights: float[T, K], of each choice's answer in the sum.
+      weights: float[T, K], of each choice's output in the sum.
       num_experts: E.
       num_local: L; if less than E, the experts are cut over the manual axis `expert`, in order.
       capacity: rows that an expert takes from one device.
@@ -211,9 +211,9 @@ def _exchanged(
     allotted: Sequence[Space],
     beside: PyTree = (),
 ) -> tuple[jax.Array, PyTree]:
-    """Returns (the experts' answers to the rows of S, both `packed`; `beside`).
+    """Returns (the expert outputs for the rows of S, both `packed`; `beside`).
 
-    In a turn the experts run one window, while the next one is sent and the answers to the one before come back; the
+    In a turn the experts run one window, while the next one is sent and the outputs of the one before come back; the
     next turn begins when all three are over. The first one begins when its rows are here and `beside` is computed.
 
     What does not fit into the first windows follows them. So FSDP's gathers and scatters have the products of a layer's
@@ -223,7 +223,7 @@ def _exchanged(
     out, last = empty_like(rows.values), len(allotted) - 1
     of_turns = starts(counts.sum((2, 3), dtype=jnp.int32))  # i32[P, X]
     windows = [Window.of(counts[i], of_turns[i], 0, space.rows) for i, space in enumerate(allotted)]
-    arrived, answers = [], []
+    arrived, outputs = [], []
     for place in range(-1, last + 2):
         if place < last:
             here, rows = send_weighted(rows, windows[place + 1], allotted[place + 1].rows)
@@ -233,15 +233,15 @@ def _exchanged(
         if place > 0:
             before = place - 1
             out = bring_back(
-                answers[before], windows[before], out, allotted[before].rows, arrived[before].values
+                outputs[before], windows[before], out, allotted[before].rows, arrived[before].values
             )
         if 0 <= place <= last:
-            answer, state = run(arrived[place], windows[place].sizes, state)
-            answers.append(answer)
+            output, state = run(arrived[place], windows[place].sizes, state)
+            outputs.append(output)
         if last and 0 <= place <= last:
             # started together, they are over together, and what is sent next starts behind them
-            together = arrived[-1], answers[-1], out, rows
-            arrived[-1], answers[-1], out, rows = lax.optimization_barrier(together)
+            together = arrived[-1], outputs[-1], out, rows
+            arrived[-1], outputs[-1], out, rows = lax.optimization_barrier(together)
     if any(space.rows < space.most for space in allotted):
         first = jnp.array([space.rows for space in allotted], jnp.int32)
         rows, out, state = further_rounds(
@@ -254,8 +254,8 @@ def run_packed(run: RunExperts[State]) -> RunExperts[State]:
     """Returns the same for rows that are `packed`."""
 
     def of_packed(rows: Weighted, sizes: jax.Array, state: State) -> tuple[jax.Array, State]:
-        answers, state = run(Weighted(unpacked(rows.values), rows.weights), sizes, state)
-        return packed(answers), state
+        outputs, state = run(Weighted(unpacked(rows.values), rows.weights), sizes, state)
+        return packed(outputs), state
 
     return of_packed
 

@@ -64,7 +64,7 @@ class Window(NamedTuple):
 
 
 class Weighted(NamedTuple):
-    """Rows [S, D] and the weight by which the answer to each is multiplied [S, 1]."""
+    """Rows [S, D] and the weight by which the output for each is multiplied [S, 1]."""
 
     values: jax.Array
     weights: jax.Array
@@ -74,7 +74,7 @@ def packed(rows: jax.Array) -> jax.Array:
     """Returns rows [S, D] as they are exchanged, [S, n, D / n]: n numbers of a short dtype are a word.
 
     So a TPU keeps a row in one piece of its memory, which it needs to send it. XLA gives rows this shape itself, for
-    each exchange, and gives each result the other one: the whole array of rows or answers in every turn.
+    each exchange, and gives each result the other one: the whole array of rows or outputs in every turn.
     """
     number = max(1, 4 // rows.dtype.itemsize)
     if number == 1 or rows.shape[1] % (number * LANES):
@@ -136,20 +136,20 @@ def _send_backward(window, cotangents):
 
 @custom_vjp(3)
 def bring_back(
-    answers: jax.Array, window: Window, into: jax.Array, size: int, arrived: jax.Array
+    outputs: jax.Array, window: Window, into: jax.Array, size: int, arrived: jax.Array
 ) -> jax.Array:
-    """Sends the answers to a window [size, D] back to where its rows came from, in `into` [S, D]; the inverse and
+    """Sends the outputs of a window [size, D] back to where its rows came from, in `into` [S, D]; the inverse and
     transpose of `send`.
 
-    arrived: the rows that were answered. In the backward the answers' gradients are sent only after these rows are
-      here, so that they travel during the products of the rows.
+    arrived: the rows that they are computed from. In the backward the outputs' gradients are sent only after these rows
+      are here, so that they travel during the products of the rows.
     """
-    return route_back(answers, window, into)
+    return route_back(outputs, window, into)
 
 
-def _bring_back_forward(answers, window, into, size, arrived):
+def _bring_back_forward(outputs, window, into, size, arrived):
     kept = _values((window, arrived))
-    return bring_back(*_values((answers, window, into)), size, kept[1]), kept
+    return bring_back(*_values((outputs, window, into)), size, kept[1]), kept
 
 
 def _bring_back_backward(size, kept, cotangent):
@@ -193,21 +193,21 @@ def route(rows: jax.Array, window: Window, into: jax.Array) -> jax.Array:
         return by_platform(rows, into, cpu=padded, default=ragged)
 
 
-def route_back(answers: jax.Array, window: Window, into: jax.Array) -> jax.Array:
+def route_back(outputs: jax.Array, window: Window, into: jax.Array) -> jax.Array:
     """Exchanges rows the other way."""
 
-    def ragged(answers, into):
+    def ragged(outputs, into):
         sizes = window.place_here, window.received, window.start_there, window.sent
-        return lax.ragged_all_to_all(answers, into, *map(jnp.ravel, sizes), axis_name=AXIS)
+        return lax.ragged_all_to_all(outputs, into, *map(jnp.ravel, sizes), axis_name=AXIS)
 
-    def padded(answers, into):
-        space, most = answers.shape[0], min(into.shape[0], answers.shape[0])
+    def padded(outputs, into):
+        space, most = outputs.shape[0], min(into.shape[0], outputs.shape[0])
         place = jnp.arange(most, dtype=jnp.int32)
         ends = jnp.cumsum(window.received, 1)
         expert = (place[None, :, None] >= ends[:, None, :]).sum(-1, dtype=jnp.int32)
         begins = jnp.take_along_axis(window.place_here - ends + window.received, expert, 1, mode="clip")
         index = jnp.where(place < ends[:, -1:], begins + place, space)
-        came = lax.all_to_all(take(unpacked(answers), index.reshape(-1)), AXIS, 0, 0, tiled=True)
+        came = lax.all_to_all(take(unpacked(outputs), index.reshape(-1)), AXIS, 0, 0, tiled=True)
         begin, number = _runs(window.start, window.sent)
         row = jnp.arange(into.shape[0], dtype=jnp.int32)
         owner = jnp.maximum(jnp.searchsorted(begin, row, side="right") - 1, 0)
@@ -217,7 +217,7 @@ def route_back(answers: jax.Array, window: Window, into: jax.Array) -> jax.Array
         return back.reshape(into.shape)
 
     with jax.named_scope("expert_bring_back"):
-        return by_platform(answers, into, cpu=padded, default=ragged)
+        return by_platform(outputs, into, cpu=padded, default=ragged)
 
 
 def _runs(start, sent):

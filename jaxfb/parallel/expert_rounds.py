@@ -1,7 +1,7 @@
 """Rows of experts for which a device has no space in its first windows, in a loop that usually does not turn.
 
 A loop whose length depends on the routing cannot be differentiated, so its backward is a loop too: each round sends its
-rows again and computes its answers again. Memory is that of one round, however many there are.
+rows again and computes its outputs again. Memory is that of one round, however many there are.
 
 Shapes: see `expert` and `expert_exchange`.
 """
@@ -23,7 +23,7 @@ from jaxfb.platforms.compat import custom_vjp
 State = TypeVar("State")
 
 # (rows of C sorted by expert, how many of each of this device's experts i32[L], state)
-# -> (answers times their weights [C, D], state).
+# -> (outputs times their weights [C, D], state).
 # Where a state has no gradient yet, the backward of a loop begins with zeros, or with what a method `or_empty` of the
 # state's parts returns (`models.grouped_matmul.Kernels`).
 RunExperts = Callable[[Weighted, jax.Array, State], tuple[jax.Array, State]]
@@ -57,7 +57,7 @@ class Rounds(NamedTuple):
 def further_rounds(
     run: RunExperts[State], state: State, rows: Weighted, out: jax.Array, rounds: Rounds, space: int
 ) -> tuple[Weighted, jax.Array, State]:
-    """Puts into `out` [S, D] the answers to those of `rows` of S that are in no first window, `space` at a time.
+    """Puts into `out` [S, D] the outputs for those of `rows` of S that are in no first window, `space` at a time.
 
     Returns (the rows for the next windows, out, what the last call of `run` returned).
     """
@@ -73,8 +73,8 @@ def _further(run, held, state, rows, out, rounds, space):
     def turn(number, carry):
         out, state = carry
         window = rounds.window(number, space)
-        answers, state = run(_routed(rows, window, space), window.sizes, state, *held)
-        return route_back(answers, window, out), state
+        outputs, state = run(_routed(rows, window, space), window.sizes, state, *held)
+        return route_back(outputs, window, out), state
 
     with jax.named_scope(SELDOM):
         return rows, *lax.fori_loop(0, rounds.of_turns(space).sum(), turn, (out, state))
@@ -99,12 +99,12 @@ def _further_backward(run, space, kept, cotangents):
         of_rows, of_held, of_state = carry
         window = rounds.window(number, space)
 
-        def answer(held, state, arrived):
+        def output(held, state, arrived):
             held, state = _joined((held, state), still)
-            answers, state = run(arrived, window.sizes, state, *held)
-            return answers, _like(state, moving[1])
+            outputs, state = run(arrived, window.sizes, state, *held)
+            return outputs, _like(state, moving[1])
 
-        _, vjp = jax.vjp(answer, *moving, _routed(rows, window, space))
+        _, vjp = jax.vjp(output, *moving, _routed(rows, window, space))
         held, of_state, of_arrived = vjp((route(of_out, window, empty_like(of_out, space)), of_state))
         of_held = jax.tree.map(jnp.add, of_held, held)
         of_rows = [route_back(one, window, into) for one, into in zip(of_arrived, of_rows, strict=True)]

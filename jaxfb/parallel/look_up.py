@@ -128,7 +128,7 @@ _in_parts.defvjp(_in_parts_forward, _in_parts_backward)
 @custom_vjp(0)
 def _in_columns(columns: Columns, table: Table, tokens: jax.Array) -> jax.Array:
     places = columns.places(table, columns.ask(tokens.reshape(-1)))
-    return columns.answer(columns.of(table)[places]).reshape(*tokens.shape, -1)
+    return columns.give(columns.of(table)[places]).reshape(*tokens.shape, -1)
 
 
 def _in_columns_forward(columns: Columns, table: Table, tokens: jax.Array):
@@ -138,7 +138,7 @@ def _in_columns_forward(columns: Columns, table: Table, tokens: jax.Array):
 def _in_columns_backward(columns: Columns, residuals: tuple[Table, jax.Array], cotangent: jax.Array):
     table, tokens = residuals
     places = columns.places(table, columns.ask(tokens.reshape(-1)))
-    found = columns.answered(cotangent.reshape(tokens.size, -1))
+    found = columns.give_back(cotangent.reshape(tokens.size, -1))
     zeros = jnp.zeros((table.whole_shape[0], found.shape[-1]), table.sum_dtype)
     return columns.scattered(table, _with_added(zeros, places, found)), None
 

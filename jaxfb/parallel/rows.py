@@ -4,7 +4,7 @@ Used after a pipeline's last stage, where all devices have the same hidden state
 value that every device has is one value: its cotangent is equal on all of them, and not one part on each.
 
 Of R rows device i takes the n = ceil(R / axis size) from i * n on; where they do not divide, the last ones are
-repeated and answers to the repetitions are dropped. Everything here runs inside `jax.shard_map`.
+repeated and results for the repetitions are dropped. Everything here runs inside `jax.shard_map`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ take.defvjp(lambda x, axis: (own(x, axis), jnp.zeros(x.shape[:1], bool)), _take_
 
 @custom_vjp(1, 2)
 def give(x: jax.Array, axis: str, rows: int) -> jax.Array:
-    """All-gathers the answers of all devices: [n, ...] -> [R, ...]. Its gradient stays with each row's device."""
+    """All-gathers the results of all devices: [n, ...] -> [R, ...]. Its gradient stays with each row's device."""
     return lax.all_gather(x, axis, axis=0, tiled=True)[:rows]
 
 

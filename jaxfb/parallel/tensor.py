@@ -141,9 +141,9 @@ def residual_stream(x: jax.Array, sequence_parallel: bool) -> jax.Array:
 def gathered_once_backward(x: jax.Array, features: int) -> jax.Array:
     """Returns x, whose gradient is gathered over `tensor` once, for both products that read it, where that is faster.
 
-    For attention's answer where the tokens are split. Each product would otherwise gather the gradient in a loop
+    For attention's output where the tokens are split. Each product would otherwise gather the gradient in a loop
     that multiplies meanwhile, and waits for the gather if it is shorter. By libtpu 0.0.48 a step of 70B on v5p:8x8x8,
-    fsdp 64 x tensor 8, takes 12.55 s in place of 12.91 s. An MLP's products are long enough: with its answer's
+    fsdp 64 x tensor 8, takes 12.55 s in place of 12.91 s. An MLP's products are long enough: with its output's
     gradient gathered once too, that step is no shorter and takes 0.13 GB more.
 
     Args:

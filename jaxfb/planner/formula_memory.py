@@ -220,7 +220,7 @@ def _residual_width(config: Config, sizes: TransformerConfig, topology: Topology
     """Returns how many numbers of a token a layer keeps that computes nothing again.
 
     In the slots of a pipeline those that a backward is traced to read: of a dense layer queries, keys, values and
-    attention's answer, four arrays of an MLP's middle, and hidden states, four of them in float32.
+    attention's output, four arrays of an MLP's middle, and hidden states, four of them in float32.
     """
     if config.mesh.pipe > 1 and not sizes.num_experts:
         middle = 2 * dense_width(sizes) / config.mesh.tensor
@@ -271,7 +271,7 @@ def _exchanged_rows_bytes(config: Config, sizes: TransformerConfig) -> float:
     """Counts rows that go to experts of other devices and back, in a layer's backward.
 
     Those that are sent and the gradient that comes back, and with space for `expert_buffer` times as many those that
-    arrive, their answers' gradient, and their own of two products.
+    arrive, their outputs' gradient, and their own of two products.
     """
     if config.mesh.expert == 1 or not sizes.num_experts:
         return 0.0

@@ -58,11 +58,11 @@ def inner_width(sizes: TransformerConfig) -> float:
 def kept_width(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
     """Returns how many numbers of a token a layer keeps of its products for the backward, in the mean.
 
-    Beside its input: what attention is made from, its answer before and after the last product, and both halves of an
-    MLP's middle, of experts with the space that there is for rows. An MLP's answer is not needed again.
+    Beside its input: what attention is made from, its output before and after the last product, and both halves of an
+    MLP's middle, of experts with the space that there is for rows. An MLP's output is not needed again.
     """
-    answer = _size_of_answer(config, sizes, topology)
-    width = _attention_width(sizes, answer) + 2 * _middle_width(config, sizes)
+    output = _size_of_output(config, sizes, topology)
+    width = _attention_width(sizes, output) + 2 * _middle_width(config, sizes)
     return width / config.mesh.tensor + kept_hidden_width(config, sizes, topology)
 
 
@@ -70,7 +70,7 @@ def saved_width(config: Config, sizes: TransformerConfig, topology: Topology, re
     """Returns how many numbers of a token wait, in a layer, for a pass that takes the weights' gradients alone.
 
     The gradients of what the layer's products give, and what they multiply: of attention and of an MLP the normed
-    input and the answer in front of the last product. With every residual kept, the gradients alone.
+    input and the output in front of the last product. With every residual kept, the gradients alone.
     """
     width, middle = _attention_width(sizes), _middle_width(config, sizes)
     hidden = kept_hidden_width(config, sizes, topology)
@@ -81,7 +81,7 @@ def saved_width(config: Config, sizes: TransformerConfig, topology: Topology, re
 
 
 def _attention_width(sizes: TransformerConfig, size_of_answer: int | None = None) -> int:
-    """Returns how many numbers of a token attention is made from, and its answer before the last product.
+    """Returns how many numbers of a token attention is made from, and its output before the last product.
 
     size_of_answer: of one head, if not that of its values.
     """
@@ -91,8 +91,8 @@ def _attention_width(sizes: TransformerConfig, size_of_answer: int | None = None
     return sides + sizes.num_heads * (size_of_answer or sizes.head_size)
 
 
-def _size_of_answer(config: Config, sizes: TransformerConfig, topology: Topology) -> int | None:
-    """Returns the numbers of a head's answer where a kernel gives it in 16 bits: as many as of its keys, on a TPU in
+def _size_of_output(config: Config, sizes: TransformerConfig, topology: Topology) -> int | None:
+    """Returns the numbers of a head's output where a kernel gives it in 16 bits: as many as of its keys, on a TPU in
     whole tiles.
     """
     if computed_bytes(config) > 2 or not runs_flash(config, sizes, topology):
@@ -103,7 +103,7 @@ def _size_of_answer(config: Config, sizes: TransformerConfig, topology: Topology
 
 def padding_width(config: Config, sizes: TransformerConfig, topology: Topology) -> int:
     """Returns how many numbers of a token are zeros or fill tiles in what a kernel of attention reads and gives."""
-    if (size := _size_of_answer(config, sizes, topology)) is None:
+    if (size := _size_of_output(config, sizes, topology)) is None:
         return 0
     values = sizes.latent.value_size if sizes.latent else sizes.head_size
     of_keys, heads = size - sizes.head_size, sizes.num_heads

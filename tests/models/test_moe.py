@@ -62,20 +62,20 @@ def _chosen(config, params, x, capacity):
 
 
 def _plain(config, params, x, chosen, kept):
-    """A loop over tokens: answers [R, T, D], {name: (total, weight)}."""
-    answers, z = {}, 0.0
+    """A loop over tokens: outputs [R, T, D], {name: (total, weight)}."""
+    outputs, z = {}, 0.0
     choices, probs = np.zeros((len(x), config.num_experts)), jnp.zeros((len(x), config.num_experts))
     for spot in np.ndindex(COUNTED.shape):
         token = x[spot] if COUNTED[spot] else jnp.zeros(x.shape[-1])
-        answers[spot] = 0 * token
+        outputs[spot] = 0 * token
         if config.shared_expert_size:
-            answers[spot] += _swiglu(token, *(params["shared"][name]["kernel"] for name in KERNELS))
+            outputs[spot] += _swiglu(token, *(params["shared"][name]["kernel"] for name in KERNELS))
         if COUNTED[spot]:
             scores = _scores(config, params, token)
             share = scores[chosen[spot]].sum() if config.router_renormalize else 1.0
             for index in kept[spot]:
-                answer = _swiglu(token, *(params["experts"][name][index] for name in KERNELS))
-                answers[spot] += config.router_scale * scores[index] / share * answer
+                output = _swiglu(token, *(params["experts"][name][index] for name in KERNELS))
+                outputs[spot] += config.router_scale * scores[index] / share * output
             z += jax.nn.logsumexp(token @ params["router"]["kernel"]) ** 2
             choices[spot[0], chosen[spot]] += 1
             probs = probs.at[spot[0]].add(scores / scores.sum())
@@ -88,7 +88,7 @@ def _plain(config, params, x, chosen, kept):
         "balance": (config.balance_coefficient * balance, COUNTED.any(1).sum()),
         "router_z": (config.router_z_coefficient * z, COUNTED.sum()),
     }
-    return jnp.stack([answers[spot] for spot in np.ndindex(COUNTED.shape)]).reshape(x.shape), losses
+    return jnp.stack([outputs[spot] for spot in np.ndindex(COUNTED.shape)]).reshape(x.shape), losses
 
 
 KERNELS = ("gate", "up", "down")
@@ -119,14 +119,14 @@ def test_a_layer_equals_a_loop_over_its_tokens(config, capacity):
     moe_of = rebuilder(MoE, config)
 
     def ours(params, x):
-        answers, said, _ = moe_of(params)(x, jnp.asarray(COUNTED))
-        return answers, {name: (term.total, term.weight) for name, term in said.terms.items()}
+        outputs, said, _ = moe_of(params)(x, jnp.asarray(COUNTED))
+        return outputs, {name: (term.total, term.weight) for name, term in said.terms.items()}
 
     def summed(layer):
         def run(params, x):
-            answers, losses = layer(params, x)
-            total = (answers * cotangent).sum() + 0.7 * losses["balance"][0] + 0.2 * losses["router_z"][0]
-            return total, (answers, losses)
+            outputs, losses = layer(params, x)
+            total = (outputs * cotangent).sum() + 0.7 * losses["balance"][0] + 0.2 * losses["router_z"][0]
+            return total, (outputs, losses)
 
         return jax.jit(jax.value_and_grad(run, (0, 1), has_aux=True))
 
@@ -136,15 +136,15 @@ def test_a_layer_equals_a_loop_over_its_tokens(config, capacity):
 
 
 def test_what_an_expert_reads_is_weighted_in_float32_and_rounded_once():
-    """Its three matrices are the identity here, so its answer is what the last one multiplies."""
+    """Its three matrices are the identity here, so its output is what the last one multiplies."""
     config = replace(SOFTMAX, num_experts=1, experts_per_token=1, shared_expert_size=0, mlp_size=8)
     x = jax.random.normal(jax.random.key(0), (64, 8), jnp.bfloat16)
     weights = jax.random.uniform(jax.random.key(1), (64, 1), jnp.float32)
     same = dict.fromkeys(KERNELS, jnp.eye(8, dtype=jnp.bfloat16)[None])
     experts = rebuilder(Experts, config)(same)
-    answers, _ = experts(expert_axis.Weighted(x, weights), jnp.array([64], jnp.int32), experts.kernels())
+    outputs, _ = experts(expert_axis.Weighted(x, weights), jnp.array([64], jnp.int32), experts.kernels())
     wanted = jax.nn.silu(x.astype(jnp.float32)) * x.astype(jnp.float32) * weights
-    assert answers.dtype == jnp.bfloat16 and bool((answers == wanted.astype(jnp.bfloat16)).all())
+    assert outputs.dtype == jnp.bfloat16 and bool((outputs == wanted.astype(jnp.bfloat16)).all())
 
 
 def _mixtral():

@@ -1,4 +1,4 @@
-"""Experts cut over devices answer as if on one: for every routing, values and gradients, on either collective."""
+"""Experts cut over devices compute what one device does, values and gradients: any routing, either way to exchange."""
 
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -137,7 +137,7 @@ def test_one_exchange_there_and_one_back(inputs, monkeypatch):
 
 
 @pytest.mark.slow
-def test_no_answer_comes_back_where_a_layer_is_computed_again(inputs, monkeypatch):
+def test_no_output_comes_back_where_a_layer_is_computed_again(inputs, monkeypatch):
     monkeypatch.setattr(expert, "TILE", 1)
     again = jax.checkpoint(lambda *args: _layer(None, *args, ONE, 1.5))
     assert _exchanges(again, inputs) == {WIDTH: 5, 1: 3}
@@ -197,7 +197,7 @@ def test_rows_of_a_short_dtype_are_exchanged_as_words(shares, is_ragged, monkeyp
 
 
 def test_rows_become_words_before_each_choice_has_one(monkeypatch):
-    """And answers are rows again after those to a token are added up: a pass over tokens and not over choices."""
+    """And outputs are rows again after those to a token are added up: a pass over tokens and not over choices."""
     monkeypatch.setattr(lax, "platform_dependent", lambda *args, default, **_: default(*args))
     x = jnp.ones((TOKENS, 2 * expert_exchange.LANES), jnp.bfloat16)
     kernels, weights = jnp.ones((EXPERTS, 1)), jnp.ones((TOKENS, CHOICES))
@@ -311,7 +311,7 @@ def _ragged_exchanges(run, args, monkeypatch):
 
 
 @pytest.mark.parametrize("remat", [False, True])
-def test_gradients_of_answers_are_sent_after_the_rows_are_here(inputs, monkeypatch, remat):
+def test_gradients_of_outputs_are_sent_after_the_rows_are_here(inputs, monkeypatch, remat):
     """Also after those that a backward sends again: the gradients then travel during the products of these rows."""
     layer = lambda *args: _layer(None, *args)  # noqa: E731
     run = _cut(jax.checkpoint(layer) if remat else layer, plain=False)
@@ -319,9 +319,9 @@ def test_gradients_of_answers_are_sent_after_the_rows_are_here(inputs, monkeypat
     args = *inputs, _routings()["random"].astype(np.int32), cotangent
     there = [(k, one) for k, one in enumerate(_ragged_exchanges(run, args, monkeypatch)) if not one.back]
     rows = [k for k, one in there if one.width == WIDTH and "cotangent" not in one.after]
-    of_answers = [one for _, one in there if "cotangent" in one.after]
-    assert len(rows) == 1 + remat and [one.width for one in of_answers] == [WIDTH]
-    assert rows[-1] in of_answers[0].after
+    of_outputs = [one for _, one in there if "cotangent" in one.after]
+    assert len(rows) == 1 + remat and [one.width for one in of_outputs] == [WIDTH]
+    assert rows[-1] in of_outputs[0].after
 
 
 @pytest.mark.parametrize("shares", [TURNS, OF_NARROW])
@@ -364,7 +364,7 @@ def _with_another(x, kernels, weights, chosen, other):
 
 @pytest.mark.parametrize("is_differentiated", [False, True])
 def test_rows_travel_while_something_else_is_computed(inputs, monkeypatch, is_differentiated):
-    """Also those that a backward sends again, whose answers' gradients come after both."""
+    """Also those that a backward sends again, whose outputs' gradients come after both."""
     x, kernels, weights, cotangent = inputs
     chosen, exchanges = _routings()["random"].astype(np.int32), []
     monkeypatch.setattr(lax, "platform_dependent", lambda *args, default, **_: default(*args))

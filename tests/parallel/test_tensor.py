@@ -144,7 +144,7 @@ def test_constrain_is_nothing_outside_a_mesh_and_never_refuses_to_run(mesh):
         constrain(x, "tensor")
 
 
-def test_the_gradient_of_attentions_answer_is_gathered_before_its_products(mesh):
+def test_the_gradient_of_attentions_output_is_gathered_before_its_products(mesh):
     """Otherwise each of the two products gathers it."""
     x = jnp.ones((ROWS, LENGTH, 16))
 

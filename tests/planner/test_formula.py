@@ -238,7 +238,7 @@ def test_time_of_real_sizes_on_gpus_is_near_the_compilers(config, topology, seco
      (f"moe-141b-h100 {LIKE_DEEPSEEK} model.num_layers=64 mesh.expert=64 mesh.fsdp=1 batch.rows_per_microbatch=1",
       "gpu:h100x512", 5.35)],
 )  # fmt: skip
-def test_a_layer_computed_again_needs_no_answers_of_its_experts(config, topology, products):
+def test_a_layer_computed_again_needs_no_outputs_of_its_experts(config, topology, products):
     """Rows of benchmarks/results/real_sizes_*.json, with full recomputation."""
     name, *overrides = config.split()
     config, topology = load_config(f"configs/{name}.yaml", overrides), parse_topology(topology)
