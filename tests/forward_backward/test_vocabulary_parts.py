@@ -129,7 +129,7 @@ def test_a_loss_on_log_probs_may_weigh_the_tokens_of_each_device_differently(siz
 
 @pytest.mark.parametrize(
     ("mesh", "sizes"),
-    [({"fsdp": 4}, TIED), slow({"fsdp": 4}, WIDTH_CUT), slow({"fsdp": 2, "context": 2}, {})],
+    [({"fsdp": 4}, TIED), ({"fsdp": 4}, WIDTH_CUT), slow({"fsdp": 2, "context": 2}, {})],
     ids=str,
 )
 def test_gradients_are_those_of_one_device_with_an_embedding_in_parts(mesh, sizes, monkeypatch):
