@@ -38,7 +38,8 @@ class Progress:
     def __init__(self, total: int, done: int = 0, stream: TextIO | None = None, live: bool | None = None):
         self._stream = stream or sys.stdout
         self._total, self._done = total, done
-        self._live = self._stream.isatty() if live is None else live
+        is_terminal = self._stream is not None and self._stream.isatty()  # None: closed by the shell
+        self._live = is_terminal if live is None else live
         self._bar = self._task = None
 
     def __enter__(self) -> Progress:

@@ -2687,6 +2687,13 @@ MUTATIONS = (
         "process/test_streams.py::test_output_to_a_full_disk_is_dropped",
     ),
     Mutation(
+        "a_file_of_the_run_is_the_closed_standard_error",
+        "cli/commands.py",
+        "        open_closed()\n",
+        "",
+        "process/test_streams.py::test_no_file_of_a_command_gets_the_number_of_a_stream_that_the_shell_has_closed",
+    ),
+    Mutation(
         "a_save_begins_while_a_failed_one_is_still_writing",
         "checkpoint/store.py",
         "        self._threads.wait_until_ended()\n",

@@ -30,7 +30,7 @@ from jaxfb.cli.memory import lacks_memory
 from jaxfb.cli.options import POST_TRAINING, parse
 from jaxfb.process.exit_codes import DONE, FAILED, REFUSED, RESUMABLE, UNWRITTEN, code_of
 from jaxfb.process.os_errors import chain, lacks_files
-from jaxfb.process.streams import WhileTaken
+from jaxfb.process.streams import WhileTaken, open_closed
 from jaxfb.refusal import Refused
 
 # After so many new objects Python looks for cycles among them. Its own number, 700, takes 0.8 s of the 10 s of
@@ -41,6 +41,7 @@ COLLECT_AFTER = 10_000
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     if arguments is None:
+        open_closed()
         _print_what_can_be_printed()
         sys.stderr = WhileTaken(sys.stderr, report=False)  # a sentence that is lost changes no exit code
     options = None

@@ -10,6 +10,25 @@ from contextlib import suppress
 from typing import Any
 
 
+def open_closed() -> None:
+    """Opens the null device in place of each standard stream that the shell has closed (`>&-`).
+
+    A file of the run would get its number otherwise, and in it what libraries print from C.
+    """
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None and not _is_open(number):
+            stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115, the lowest free number is this one
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
+
+
+def _is_open(number: int) -> bool:
+    with suppress(OSError):
+        os.fstat(number)
+        return True
+    return False
+
+
 class WhileTaken:
     """Passes text on to a stream as long as it can be written; later text is dropped, and no error is raised.
 
@@ -21,6 +40,10 @@ class WhileTaken:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+    def isatty(self) -> bool:
+        """Returns whether the text goes to a terminal."""
+        return self._stream is not None and self._stream.isatty()
 
     def write(self, text: str) -> int:
         """Writes the text, or drops it."""

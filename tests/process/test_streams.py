@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxfb.display import Progress
 from jaxfb.process.streams import WhileTaken
 from jaxfb.training import watch
 
@@ -34,6 +35,36 @@ def test_output_to_a_full_disk_is_dropped(capsys):
         said
         == "jaxfb: the output cannot be written (No space left on device); training continues without it\n"
     )
+
+
+LOOK = """
+import os, sys
+from jaxfb.cli import commands
+
+def look(options):
+    with open({seen!r}, "w") as file:
+        file.writelines(os.readlink(f"/proc/self/fd/{{number}}") + "\\n" for number in range(3))
+
+commands.HANDLERS["schedule"] = look
+sys.argv[1:] = ["schedule"]
+sys.exit(commands.main())
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are not listed")
+def test_no_file_of_a_command_gets_the_number_of_a_stream_that_the_shell_has_closed(tmp_path):
+    """The lock of a run was number 2, where libraries print, and a closed standard output ended a run with a traceback."""
+    program, seen = tmp_path / "look.py", tmp_path / "seen"
+    program.write_text(LOOK.format(seen=str(seen)))
+    done = subprocess.run(["sh", "-c", f"exec {sys.executable} {program} <&- >&- 2>&-"], timeout=100)
+    assert (done.returncode, seen.read_text()) == (0, "/dev/null\n" * 3)
+
+
+def test_progress_may_be_shown_to_nobody(monkeypatch):
+    """A program whose standard output is closed ended with an AttributeError."""
+    monkeypatch.setattr(sys, "stdout", None)
+    Progress(total=2).say("update 1")
+    Progress(total=2, stream=WhileTaken(None)).say("update 1")
 
 
 @needs_full
