@@ -2694,6 +2694,13 @@ MUTATIONS = (
         "process/test_streams.py::test_no_file_of_a_command_gets_the_number_of_a_stream_that_the_shell_has_closed",
     ),
     Mutation(
+        "a_hook_that_changes_the_working_directory_loses_the_run",
+        "training/session.py",
+        "        self._working.keep(self.say)\n",
+        "        return\n",
+        "training/test_working_directory.py::test_a_run_whose_callback_leaves_the_working_directory_is_saved_and_recorded_where_it_was",
+    ),
+    Mutation(
         "a_save_begins_while_a_failed_one_is_still_writing",
         "checkpoint/store.py",
         "        self._threads.wait_until_ended()\n",

@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxfb.callbacks import CHANGE, Callback, combine
+from jaxfb.callbacks import CHANGE, HOOKS, Callback, callback, combine
 from jaxfb.config.operation import HostsConfig
 from jaxfb.display import print_table
 from jaxfb.platforms.runtime_errors import as_runtime_errors
@@ -139,7 +139,8 @@ def _go_through(
             print_table(title, rows)
     hosts.say(where_from(run_, start.resume))
     with Log(run_, interrupt.fail) if hosts.is_first else nullcontext(Callback()) as log:
-        hooks = combine([log, callbacks])
+        keep = dict.fromkeys(HOOKS, lambda *_: run_.keep_working_directory())
+        hooks = combine([log, callbacks, callback(**keep)])
         Updates(hosts, run_, hooks, interrupt, undo).make_all()
     return finish(hosts, run_, hooks, interrupt, began)
 

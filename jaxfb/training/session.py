@@ -24,6 +24,7 @@ from jaxfb.training.phases import Phases
 from jaxfb.training.resume import Places
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.run_lock import OpenDirectory
+from jaxfb.training.working_directory import WorkingDirectory
 
 if TYPE_CHECKING:
     from jaxfb.training.work import Work
@@ -77,6 +78,7 @@ class Run(AbstractContextManager["Run"]):
         self.unwritten: list[dict[str, Any]] = []
         self._local: LocalTier | None = None
         self._opened: OpenDirectory | None = None
+        self._working = WorkingDirectory()
         self._found: Mapping[str, Any] | None = None  # the record of the checkpoint that the run goes on from
         self._saved: int | None = None
         self._noted = False  # in the run directory, that there are checkpoints
@@ -171,12 +173,17 @@ class Run(AbstractContextManager["Run"]):
         """Notes which directory is the run's: what lies at its path later may be another run."""
         self._opened = OpenDirectory(self.directory.path)
 
+    def keep_working_directory(self) -> None:
+        """Returns to the directory of which relative paths are, where a function of the caller has left it."""
+        self._working.keep(self.say)
+
     def check_directory(self) -> None:
         """Checks that what lies at the run's path is still its own directory.
 
         Raises:
           CannotWrite: it was moved away or removed, even if another run lies there now.
         """
+        self.keep_working_directory()
         if self._is_displaced():
             raise self._displaced()
 

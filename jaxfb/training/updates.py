@@ -121,6 +121,7 @@ class Updates:
             self._hooks.on_step_start(number + 1)
         with phases("data_wait", number + 1):
             batch = self._or_save_first(lambda: self._work.read(number))
+            run_.keep_working_directory()  # which a source of rows, or a reward, may have left
         if number + 1 in getattr(run_.config.run, "skip_updates", ()):
             self._arrive()
             run_.say(f"update {number + 1} is in run.skip_updates: its rows change nothing")

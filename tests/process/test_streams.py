@@ -53,7 +53,7 @@ sys.exit(commands.main())
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are not listed")
 def test_no_file_of_a_command_gets_the_number_of_a_stream_that_the_shell_has_closed(tmp_path):
-    """The lock of a run was number 2, where libraries print, and a closed standard output ended a run with a traceback."""
+    """The lock of a run was number 2, where libraries print; a closed standard output ended a run with a traceback."""
     program, seen = tmp_path / "look.py", tmp_path / "seen"
     program.write_text(LOOK.format(seen=str(seen)))
     done = subprocess.run(["sh", "-c", f"exec {sys.executable} {program} <&- >&- 2>&-"], timeout=100)
