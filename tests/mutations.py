@@ -2701,6 +2701,13 @@ MUTATIONS = (
         "training/test_working_directory.py::test_a_run_whose_callback_leaves_the_working_directory_is_saved_and_recorded_where_it_was",
     ),
     Mutation(
+        "a_local_checkpoint_forgets_the_memory_of_the_host",
+        "training/snapshot.py",
+        "SingleDeviceSharding(device, memory_kind=leaf.sharding.memory_kind)",
+        "SingleDeviceSharding(device)",
+        "checkpoint/test_local_checkpoints.py::test_arrays_in_the_memory_of_the_host_are_put_back_there",
+    ),
+    Mutation(
         "a_save_begins_while_a_failed_one_is_still_writing",
         "checkpoint/store.py",
         "        self._threads.wait_until_ended()\n",

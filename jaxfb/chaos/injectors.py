@@ -29,7 +29,7 @@ def with_flipped_bit(array: jax.Array, device: int, element: int, bit: int) -> j
         if shard.device.id == device:
             bits = values.reshape(-1).view(UNSIGNED[values.dtype.itemsize])
             bits[element % bits.size] ^= bits.dtype.type(1) << bits.dtype.type(bit)
-        return jax.device_put(values, shard.device)
+        return jax.device_put(values, shard.data.sharding)
 
     parts = [part(shard) for shard in array.addressable_shards]
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)

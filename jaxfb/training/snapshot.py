@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from jaxfb.checkpoint.manifest import as_json, named_leaves
 from jaxfb.refusal import StorageError
@@ -121,7 +122,9 @@ def _leaf(name: str, leaf: Any, parts: Mapping[str, np.ndarray], impl: str | Non
         part = parts.get(f"{name}@{_place(index, leaf.shape)}")
         if part is None:
             raise StorageError(f"a local checkpoint has no part {_place(index, leaf.shape)} of {name}")
-        arrays.append(jax.device_put(part, device))
+        arrays.append(
+            jax.device_put(part, SingleDeviceSharding(device, memory_kind=leaf.sharding.memory_kind))
+        )
     shape = (*leaf.shape, *arrays[0].shape[leaf.ndim :])  # a key's data has one dim more
     whole = jax.make_array_from_single_device_arrays(shape, leaf.sharding, arrays)
     return whole if impl is None else jax.random.wrap_key_data(whole, impl=impl)

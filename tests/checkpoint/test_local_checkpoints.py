@@ -63,6 +63,16 @@ def test_what_is_put_back_is_the_same_bits_in_the_same_places(mesh, tmp_path):
     assert jax.random.key_impl(found["rng"]) == jax.random.key_impl(state["rng"])
 
 
+def test_arrays_in_the_memory_of_the_host_are_put_back_there(mesh, tmp_path):
+    """A resume with optimizer.memory=host ended in a traceback, at each start again."""
+    state = state_on(mesh)
+    there = state["cut"].sharding.with_memory_kind("pinned_host")
+    state["cut"] = jax.device_put(state["cut"], there)
+    found, _ = put_back(taken(state, {}), abstract(state))
+    assert found["cut"].sharding == there and found["count"].sharding == state["count"].sharding
+    np.testing.assert_array_equal(found["cut"], state["cut"])
+
+
 def test_every_flipped_bit_and_every_cut_is_noticed(mesh, tmp_path):
     path = tmp_path / "file"
     write(path, taken(state_on(mesh), {}))
