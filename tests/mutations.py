@@ -2708,6 +2708,13 @@ MUTATIONS = (
         "checkpoint/test_local_checkpoints.py::test_arrays_in_the_memory_of_the_host_are_put_back_there",
     ),
     Mutation(
+        "a_reward_that_exits_ends_the_run_unsaved",
+        "rl/tasks.py",
+        "except (Exception, SystemExit) as error:",
+        "except Exception as error:",
+        "rl/test_checks.py::test_a_task_that_ends_the_program_is_refused_as_one_that_raises",
+    ),
+    Mutation(
         "a_save_begins_while_a_failed_one_is_still_writing",
         "checkpoint/store.py",
         "        self._threads.wait_until_ended()\n",

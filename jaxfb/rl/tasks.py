@@ -18,7 +18,7 @@ import numpy as np
 from jaxfb.config.policy import each_once
 from jaxfb.data.chat import Chat, Message
 from jaxfb.data.conversations import ROLES
-from jaxfb.refusal import Refused, choice, function, refuse, text
+from jaxfb.refusal import Refused, choice, function, refuse, shown, text
 
 LISTED = 200_000
 LARGEST_REWARD = 1e18
@@ -92,7 +92,7 @@ def checked_reward(task: Task, problem: Problem, response: Response) -> float:
         problem; the message has the prompt and the response.
     """
     reward = _judged(task, "reward", problem, response)
-    number = np.asarray(reward)
+    number = _as_array(reward)
     if number.shape != () or number.dtype.kind not in "biuf" or not np.isfinite(number):
         rule = "a finite number; return 0.0 for a response that cannot be judged"
         raise BadJudgement(_refusal("reward", reward, rule, problem, response))
@@ -110,7 +110,7 @@ def checked_correct(task: Task, problem: Problem, response: Response) -> bool:
         the prompt and the response.
     """
     correct = _judged(task, "is_correct", problem, response)
-    answer = np.asarray(correct)
+    answer = _as_array(correct)
     if answer.shape != () or answer.dtype.kind not in "biu":
         raise BadJudgement(_refusal("is_correct", correct, "True or False", problem, response))
     return bool(answer)
@@ -121,10 +121,10 @@ def _judged(task: Task, name: str, problem: Problem, response: Response) -> Any:
     before = _asked(problem)
     try:
         judged = getattr(task, name)(problem, response)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a reward may run code of a response, which may end the program
         line = extract_tb(error.__traceback__)[-1]
         raise BadJudgement(
-            f"[task] {name} raised {error!r} in {Path(line.filename).name}, line {line.lineno}, for prompt "
+            f"[task] {name} raised {shown(error, 300)} in {Path(line.filename).name}, line {line.lineno}, for prompt "
             f"{_short(problem.prompt)} and response {_short(response)}; catch it there and return "
             f"{'0.0' if name == 'reward' else 'False'} for a response that cannot be judged"
         ) from error
@@ -136,6 +136,14 @@ def _judged(task: Task, name: str, problem: Problem, response: Response) -> Any:
     return judged
 
 
+def _as_array(value: Any) -> np.ndarray:
+    """Returns a judgement as an array, of no numbers where it cannot be one, such as a tensor that keeps gradients."""
+    try:
+        return np.asarray(value)
+    except Exception:  # of a list of lists, or of another library
+        return np.array(None)
+
+
 def _asked(problem: Problem) -> list[tuple[Any, Any]]:
     """Returns (role, content) of the messages that wait for an answer."""
     return [(message.get("role"), message.get("content")) for message in messages_of(problem)]
@@ -144,7 +152,7 @@ def _asked(problem: Problem) -> list[tuple[Any, Any]]:
 def _refusal(name: str, value: Any, rule: str, problem: Problem, response: Response) -> str:
     where = f"for prompt {_short(problem.prompt)} and response {_short(response)}"
     rule, _, use = rule.partition("; ")
-    return f"[task] {name}={value!r} must be {rule}, {where}{'; ' * bool(use)}{use}"
+    return f"[task] {name}={shown(value)} must be {rule}, {where}{'; ' * bool(use)}{use}"
 
 
 def check_task(task: Any, chat: Chat) -> list[np.ndarray]:

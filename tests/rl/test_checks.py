@@ -359,6 +359,49 @@ def test_an_error_of_a_task_is_a_refusal_that_names_its_place_the_prompt_and_the
     assert isinstance(refusal.value.__cause__, KeyError)
 
 
+@pytest.mark.parametrize("judge", [checked_reward, checked_correct])
+def test_a_task_that_ends_the_program_is_refused_as_one_that_raises(judge):
+    """A reward that ran the code of a response, `exit()`, ended the run unsaved, with exit code 0."""
+
+    class Runs(Own):
+        def reward(self, problem, response):
+            exec(response)
+
+        is_correct = reward
+
+    with pytest.raises(BadJudgement, match=r"raised SystemExit\(0\) in <string>, line 1, for prompt '1\+1='"):
+        judge(Runs(), Problem("1+1=", "2"), Response.of("raise SystemExit(0)", np.array([51]), True))
+
+
+class Tensor:
+    """Stands for one that keeps gradients, which numpy cannot read."""
+
+    def __array__(self, *_, **__):
+        raise RuntimeError("detach it first")
+
+    def __repr__(self):
+        return "tensor(1.)"
+
+
+@pytest.mark.parametrize("judge", [checked_reward, checked_correct])
+@pytest.mark.parametrize(
+    "value, words",
+    [(Tensor(), "tensor(1.)"), ([1, [2, 3]], "[1, [2, 3]]"), (list(range(99_999)), "[0, 1, 2,")],
+)
+def test_a_judgement_that_is_no_single_number_is_refused_in_one_short_sentence(judge, value, words):
+    """A tensor ended the run unsaved, with a traceback; a list was printed whole."""
+
+    class Returns(Own):
+        def reward(self, problem, response):
+            return value
+
+        is_correct = reward
+
+    with pytest.raises(BadJudgement) as refusal:
+        judge(Returns(), Problem("1+1=", "2"), Response.of("3", np.array([51]), True))
+    assert f"={words}" in str(refusal.value) and len(str(refusal.value)) < 300
+
+
 @pytest.mark.parametrize("name", ["reward", "is_correct"])
 def test_a_task_that_changes_its_problem_ends_the_run(name):
     """Later rollouts would begin from other prompts, and those of a resumed run from the first ones again."""
