@@ -147,6 +147,21 @@ def test_runs_that_end_before_a_fault_are_refused_with_a_length_that_is_enough(
     assert (said in found and found.endswith("use run.updates=10 or more, or --no-faults\n")) == (code == 2)
 
 
+def test_no_fault_is_put_right_by_a_repetition_that_the_overrides_ask_for(tmp_path, monkeypatch):
+    """With guard.verify_every=3 the nan of update 6 was computed away, and counted as a nan that nobody notices."""
+    asked = {}
+
+    def run(self, name, fault="", more=()):
+        asked[fault] = [one.partition("=")[2] for one in more if one.startswith("guard.verify_every=")]
+        return Ended((0,), "")
+
+    monkeypatch.setattr(Laboratory, "run", run)
+    for trial in (*trials.faults(), *trials.faults_of_copies()):
+        trial.run(Laboratory(tmp_path, ("guard.verify_every=3",)))
+    twice = {"wrong_once": ["1"], "wrong_again_and_again": ["1"]}
+    assert asked == dict.fromkeys(asked, ["null"]) | twice and len(asked) == 5
+
+
 def test_a_directory_of_the_users_is_not_broken(tmp_path, monkeypatch, capsys):
     """A run that was saved there was continued with nan in its parameters."""
     assert main(["chaos", "run.dir=runs/mine"]) == 2
