@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ from jaxfb.config.post_training import COMMANDS
 from jaxfb.config.root import Config
 from jaxfb.config.show import as_yaml
 from jaxfb.described import described_fields, introduction
+from jaxfb.refusal import Refused
 
 _IN_YAML = {"None": "null", "optimizer_sharding": "optimizer.sharding"}
 """Words of Python in descriptions that a config shares with programs, and what they are in YAML."""
@@ -28,7 +30,16 @@ _PYTHON = re.compile(rf"\b({'|'.join(_IN_YAML)})\b")
 
 
 def reference() -> str:
-    """Returns the page: one table a section, for `jaxfb train` first and then what each other command adds."""
+    """Returns the page: one table a section, for `jaxfb train` first and then what each other command adds.
+
+    Raises:
+      ValueError: Python has left out the docstrings, in which the meanings are.
+    """
+    if sys.flags.optimize > 1:
+        raise Refused(
+            "[config] the reference is made of docstrings, which Python leaves out with -OO or PYTHONOPTIMIZE=2; call "
+            "it without"
+        )
     parts = [_HEAD]
     seen: set[type] = set()
     for root in (Config, *COMMANDS):

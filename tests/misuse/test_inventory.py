@@ -35,7 +35,7 @@ NOT_DATA = {
     "a flag of the command line": """
         cli/bench.py::_answer cli/bench.py::directory cli/checks.py::chaos cli/training.py::launch
         chaos/command.py::_check_reference chaos/runs.py::Laboratory.reference
-        config/load.py::load_config
+        config/load.py::load_config config/reference.py::reference
         config/starter.py::_make_directory
         planner/compiled.py::_mesh planner/search.py::_no_layout planner/search.py::search
         planner/topology.py::parse_topology planner/tpu.py::devices process/fault_points.py::_place
