@@ -2583,8 +2583,8 @@ MUTATIONS = (
     Mutation(
         "an_error_of_a_reward_is_no_refusal",
         "rl/tasks.py",
-        "    except Exception as error:\n        line =",
-        "    except ZeroDivisionError as error:\n        line =",
+        "    except (Exception, SystemExit) as error:",
+        "    except ZeroDivisionError as error:",
         "rl/test_checks.py::test_an_error_of_a_task_is_a_refusal_that_names_its_place_the_prompt_and_the_response",
     ),
     Mutation(
