@@ -2729,6 +2729,13 @@ MUTATIONS = (
         "parallel/test_annotations.py::test_a_variable_that_the_loss_changes_must_be_its_own",
     ),
     Mutation(
+        "logical_names_of_nnx_are_taken_for_axes",
+        "parallel/annotations.py",
+        "return spmd.from_sharding_rules(names, rules)",
+        "return names",
+        "parallel/test_annotations.py::test_logical_names_of_nnx_follow_the_rules_that_nnx_reads",
+    ),
+    Mutation(
         "failed_save_hides_what_ended_the_run",
         "training/session.py",
         "self._store.__exit__(*error)",

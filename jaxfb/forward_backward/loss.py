@@ -20,6 +20,10 @@ _OF_ONE_KEY = ("accepts a single key", "``rngs`` argument")
 _FROM_OUTSIDE = "TraceContextError"
 """What Flax raises where a trace changes a Variable that was made before it."""
 
+_OF_OTHER_AXES = re.compile(r"(?:spec=|axis: .* of )(P\(.*?\))(?: and mesh=| is not found in mesh)")
+"""How JAX refuses a sharding constraint over axes of which a device computes its own part, or that are none of the
+mesh, and the constraint."""
+
 
 def checked(loss_fn: LossFn) -> CheckedLossFn:
     """Wraps `loss_fn` to turn a bare Sum into a LossOutput and to refuse whatever breaks the contract.
@@ -30,7 +34,7 @@ def checked(loss_fn: LossFn) -> CheckedLossFn:
 
     def call(params, microbatch, rng) -> LossOutput:
         with jax.named_scope("loss"):
-            with _keys_of_rows(rng), _own_variables():
+            with _keys_of_rows(rng), _own_variables(), _constraints():
                 out = loss_fn(params, microbatch, rng)
             out = as_loss_output(out)
         _check_outputs(out.outputs, microbatch)
@@ -67,6 +71,22 @@ def _own_variables() -> Iterator[None]:
             f"the loss function changes a {kind[1] if kind else 'Variable'} of NNX that was made outside of it, as a "
             "BatchNorm and a Dropout do when they are called; put nnx.merge(graph, params, rest, copy=True) together "
             "in the loss function"
+        ) from error
+
+
+@contextmanager
+def _constraints() -> Iterator[None]:
+    """Refuses a sharding constraint over an axis that is not "tensor", with what is to be written instead."""
+    try:
+        yield
+    except ValueError as error:
+        found = _OF_OTHER_AXES.search(str(error))
+        if found is None:
+            raise
+        raise Refused(
+            f"a sharding constraint in the model may name no axis but 'tensor', got {found[1]}, since a device is "
+            "given its own rows, tokens, experts and layers already; leave the other axes out, or map their logical "
+            "names to None in Flax's rules"
         ) from error
 
 

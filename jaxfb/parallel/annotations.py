@@ -153,7 +153,14 @@ def _annotation(node: Any) -> P | None:
     names = next(
         (metadata[key] for key in ("out_sharding", "sharding_names", "sharding") if metadata.get(key)), None
     )
-    return None if names is None else P(*names)
+    return None if names is None else P(*_on_mesh(getattr(names, "spec", names), metadata))
+
+
+def _on_mesh(names: Sequence[Any], metadata: Mapping[str, Any]) -> Sequence[Any]:
+    """Returns the entries of an annotation of NNX with axes in place of logical names, by the rules that NNX reads."""
+    spmd = sys.modules["flax.core.spmd"]
+    rules = spmd.composite_rules(spmd.get_logical_axis_rules(), metadata.get("sharding_rules", ()))
+    return spmd.from_sharding_rules(names, rules)
 
 
 def _placement(leaf: Any) -> P:

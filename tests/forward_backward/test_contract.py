@@ -461,3 +461,21 @@ def test_keys_of_rows_that_are_taken_for_one_key_are_refused_and_draw_row_by_row
         jaxfb.get_forward_backward_func(None)(loss_fn, *given, rng=1)
     by_rows = lambda params, microbatch, rng: loss_fn(params, microbatch, rng, jax.vmap(draw))  # noqa: E731
     assert np.isfinite(jaxfb.get_forward_backward_func(None)(by_rows, *given, rng=1).loss)
+
+
+@pytest.mark.parametrize("spec", [P("data"), P(("data", "fsdp"), "tensor"), P("model")])
+@pytest.mark.parametrize("in_stages", [False, True])
+def test_a_constraint_over_an_axis_that_is_cut_already_is_refused_in_a_sentence(spec, in_stages):
+    def layer(weights, hidden, microbatch, rng):
+        return jax.lax.with_sharding_constraint(hidden, spec) @ weights
+
+    def head(outer, hidden, microbatch, rng):
+        return jaxfb.Sum(hidden.sum(), hidden.shape[0])
+
+    stages = jaxfb.Pipelined(lambda outer, microbatch, rng: microbatch, layer, head)
+    loss_fn = lambda params, x, rng: head(params, layer(params["layers"][0], x, x, rng), x, rng)  # noqa: E731
+    mesh = jaxfb.make_mesh(pipe=2 if in_stages else 1, data=2)
+    plan = jaxfb.BatchPlan(rows=4, rows_per_microbatch=1, data_parallel=2)
+    given = (stages if in_stages else loss_fn, {"layers": jnp.ones((2, 3, 3))}, jnp.ones((4, 3)), plan)
+    with pytest.raises(ValueError, match=rf"may name no axis but 'tensor', got {re.escape(str(spec)[:8])}"):
+        jaxfb.get_forward_backward_func(mesh)(*given)

@@ -173,6 +173,21 @@ def test_logical_names_follow_flaxs_rules():
     ]
 
 
+@pytest.mark.parametrize("given", ["names", "of the variable", "a sharding"])
+def test_logical_names_of_nnx_follow_the_rules_that_nnx_reads(given):
+    mesh, rules = make_mesh(tensor=2), (("embed", "fsdp"), ("mlp", "tensor"))
+    names = {"up": ("embed", "mlp"), "down": ("mlp", None)}
+    if given == "a sharding":
+        names = {name: NamedSharding(mesh, P(*COLUMN) if name == "up" else P(*ROW)) for name in names}
+    _, params = annotated_nnx(**names)
+    if given == "of the variable":
+        for name in names:
+            params[name].kernel.set_metadata(sharding_rules=rules)
+    with nnx.logical_axis_rules(rules if given == "names" else ()):
+        specs = nnx.to_pure_dict(tensor_specs(params, mesh))
+    assert (specs["up"]["kernel"], specs["down"]["kernel"]) == (P(*COLUMN), P("tensor", None))
+
+
 def test_layers_stacked_for_a_pipeline_keep_the_annotation_of_one():
     boxes = jax.vmap(lambda key: linen_params())(jax.random.split(jax.random.key(0), 3))
     specs = tensor_specs({"layers": boxes}, make_mesh(tensor=2), stacked=True)["layers"]
