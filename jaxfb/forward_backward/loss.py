@@ -24,6 +24,9 @@ _OF_OTHER_AXES = re.compile(r"(?:spec=|axis: .* of )(P\(.*?\))(?: and mesh=| is 
 """How JAX refuses a sharding constraint over axes of which a device computes its own part, or that are none of the
 mesh, and the constraint."""
 
+_OF_ANOTHER_MESH = re.compile(r"Context mesh .* should match the mesh of sharding .* passed to")
+"""How JAX refuses to index an array that lies on the mesh, and that a function has from outside."""
+
 
 def checked(loss_fn: LossFn) -> CheckedLossFn:
     """Wraps `loss_fn` to turn a bare Sum into a LossOutput and to refuse whatever breaks the contract.
@@ -34,7 +37,7 @@ def checked(loss_fn: LossFn) -> CheckedLossFn:
 
     def call(params, microbatch, rng) -> LossOutput:
         with jax.named_scope("loss"):
-            with _keys_of_rows(rng), _own_variables(), _constraints():
+            with _keys_of_rows(rng), _own_variables(), _constraints(), _own_arrays():
                 out = loss_fn(params, microbatch, rng)
             out = as_loss_output(out)
         _check_outputs(out.outputs, microbatch)
@@ -87,6 +90,21 @@ def _constraints() -> Iterator[None]:
             f"a sharding constraint in the model may name no axis but 'tensor', got {found[1]}, since a device is "
             "given its own rows, tokens, experts and layers already; leave the other axes out, or map their logical "
             "names to None in Flax's rules"
+        ) from error
+
+
+@contextmanager
+def _own_arrays() -> Iterator[None]:
+    """Refuses a function that indexes an array on the mesh from outside of it, with what is to be written instead."""
+    try:
+        yield
+    except ValueError as error:
+        if not _OF_ANOTHER_MESH.search(str(error)):
+            raise
+        raise Refused(
+            "the model indexes an array that it has from outside and that lies on a mesh, such as the embedding of a "
+            "frozen teacher, which JAX refuses here; make it a part of the parameters, and name those that are trained "
+            'in trainable=["student"], or close over jnp.asarray(jax.device_get(array))'
         ) from error
 
 

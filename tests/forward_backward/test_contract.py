@@ -12,6 +12,7 @@ import pytest
 import toy
 from flax import nnx
 from jax import lax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxfb
@@ -479,3 +480,25 @@ def test_a_constraint_over_an_axis_that_is_cut_already_is_refused_in_a_sentence(
     given = (stages if in_stages else loss_fn, {"layers": jnp.ones((2, 3, 3))}, jnp.ones((4, 3)), plan)
     with pytest.raises(ValueError, match=rf"may name no axis but 'tensor', got {re.escape(str(spec)[:8])}"):
         jaxfb.get_forward_backward_func(mesh)(*given)
+
+
+def test_a_teacher_from_outside_that_lies_on_the_mesh_is_refused_with_the_two_ways_to_give_it():
+    mesh, plan = jaxfb.make_mesh(data=2), jaxfb.BatchPlan(rows=4, rows_per_microbatch=1, data_parallel=2)
+    student, teacher = jnp.ones((5, 3)), 2 * jnp.ones((5, 3))
+
+    def distance(params, microbatch, rng):
+        apart = params["student"][microbatch] - params["teacher"][microbatch]
+        return jaxfb.Sum(jnp.square(apart).sum(), microbatch.size)
+
+    def with_teacher(teacher):
+        return lambda params, *rest: distance({"student": params, "teacher": teacher}, *rest)
+
+    fb = jaxfb.get_forward_backward_func(mesh)
+    given, placed = (student, jnp.arange(4), plan), jax.device_put(teacher, NamedSharding(mesh, P()))
+    with pytest.raises(ValueError, match="indexes an array that it has from outside"):
+        fb(with_teacher(placed), *given)
+    expected = fb(with_teacher(jnp.asarray(jax.device_get(placed))), *given)
+    fb = jaxfb.get_forward_backward_func(mesh, trainable=["student"])
+    out = fb(distance, {"student": student, "teacher": placed}, *given[1:])
+    np.testing.assert_array_equal(out.grads["student"], expected.grads)
+    assert out.grads["teacher"] is None
