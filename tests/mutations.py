@@ -2736,6 +2736,13 @@ MUTATIONS = (
         "parallel/test_annotations.py::test_logical_names_of_nnx_follow_the_rules_that_nnx_reads",
     ),
     Mutation(
+        "schedule_of_fewer_microbatches_is_run",
+        "schedules/by_name.py",
+        "other = [size for size in asked if asked[size] != found[size]]",
+        "other = []",
+        "schedules/test_custom_schedules.py::test_a_kind_that_builds_a_table_of_other_sizes_is_refused",
+    ),
+    Mutation(
         "failed_save_hides_what_ended_the_run",
         "training/session.py",
         "self._store.__exit__(*error)",

@@ -18,6 +18,8 @@ from jaxfb.schedules.kinds import KINDS, Kind, kind_of
 from jaxfb.schedules.sizes import checked_pieces, checked_sizes
 from jaxfb.schedules.table import Schedule
 
+_SIZES = ("num_stages", "num_microbatches", "num_chunks", "num_pieces")
+
 # Importing a file registers its kind. A new built-in kind is one file, and its name in the import above.
 
 
@@ -44,9 +46,26 @@ def make(
         raise Refused(str(refused), choices) from None
     sizes = checked_sizes(num_stages, num_microbatches, num_chunks)
     sizes += pieces_of(name, kind, sizes, num_pieces)
-    return instance(
+    schedule = instance(
         "name", kind.build(*sizes), Schedule, f"that of a function that returns a Schedule, {name!r}"
     )
+    _check_sizes(name, schedule, dict(zip(_SIZES, (*sizes[:3], num_pieces), strict=True)))
+    return schedule
+
+
+def _check_sizes(name: str, schedule: Schedule, asked: dict[str, int]) -> None:
+    """Refuses a schedule of other sizes, which would leave microbatches out; a kind that was asked for one chunk may
+    have several."""
+    found = {size: getattr(schedule, size) for size in asked}
+    if asked["num_chunks"] == 1:
+        asked = asked | {"num_chunks": found["num_chunks"]}
+    other = [size for size in asked if asked[size] != found[size]]
+    if other:
+        raise Refused(
+            f"[schedule] the function of {name!r} must return a schedule of "
+            f"{' and '.join(f'{size}={asked[size]}' for size in other)}, which it was given, got one of "
+            f"{' and '.join(f'{size}={found[size]}' for size in other)}"
+        )
 
 
 def pieces_of(name: str, kind: Kind, sizes: tuple[int, int, int], num_pieces: int) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from jaxfb.schedules import NAMES, Action, Schedule, make
+from jaxfb.schedules.kinds import KINDS, Kind
 from jaxfb.schedules.phases import MAX_PHASES
 from jaxfb.schedules.replay import replay
 
@@ -15,6 +16,28 @@ GOOD = """
 device 0  F0.0  F1.0       .          B0.0  B1.0
 device 1  .     F0.0+B0.0  F1.0+B1.0  .     .
 """
+
+
+OF_OTHER_SIZES = {
+    "num_microbatches=4.*got one of num_microbatches=3": lambda s, m, v: make("1f1b", s, m - 1, v),
+    "num_microbatches=4.*got one of num_microbatches=5": lambda s, m, v: make("1f1b", s, m + 1, v),
+    "num_stages=2,.*got one of num_stages=4": lambda s, m, v: make("1f1b", 2 * s, m, v),
+    "num_chunks=3,.*got one of num_chunks=2": lambda s, m, v: make("interleaved", s, m, 2),
+}
+
+
+@pytest.mark.parametrize(
+    ("message", "build"), OF_OTHER_SIZES.items(), ids=["fewer", "more", "stages", "chunks"]
+)
+def test_a_kind_that_builds_a_table_of_other_sizes_is_refused(message, build, monkeypatch):
+    monkeypatch.setitem(KINDS._parts, "other", Kind(build))
+    with pytest.raises(ValueError, match=f"the function of 'other' must return a schedule of {message}"):
+        make("other", 2, 4, 3)
+
+
+def test_a_kind_of_fixed_chunks_need_not_be_asked_for_them(monkeypatch):
+    monkeypatch.setitem(KINDS._parts, "two", Kind(lambda s, m, v: make("interleaved", s, m, 2)))
+    assert make("two", 2, 4).num_chunks == 2
 
 
 @pytest.mark.parametrize("name", NAMES)
