@@ -16,6 +16,7 @@ from typing import Any
 from jaxfb.display import number_of
 from jaxfb.planner.chips import GPUS, TPUS, Chip
 from jaxfb.refusal import INT32, Refused
+from jaxfb.refusal import text as text_of
 
 MOST_ON_A_HOST = 8
 EXAMPLES = "v5p:4x4x8, v5e:4x4, cpu:8 or gpu:h100x8"
@@ -58,7 +59,7 @@ def parse_topology(text: str) -> Topology:
     Raises:
       ValueError: an unknown generation, or a shape it does not come in, with the nearest that exists.
     """
-    name, colon, shape = text.lower().partition(":")
+    name, colon, shape = text_of("topology", text, who="[plan]").lower().partition(":")
     name = ALIASES.get(name, name)
     if not colon or not shape:
         near = _without_a_colon(text.lower())

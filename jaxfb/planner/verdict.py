@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxfb.config import Config
+from jaxfb.config import Config, refuse_own_model
 from jaxfb.config.post_training import PostTrainingConfig
 from jaxfb.models.config import num_params
 from jaxfb.parallel.host_memory import is_on_host
@@ -30,6 +30,7 @@ from jaxfb.planner.job import (
 )
 from jaxfb.planner.post_training import planned
 from jaxfb.planner.topology import Topology
+from jaxfb.refusal import instance
 
 MARGIN = 0.2  # of the formula, see the tables in docs/planner.md
 
@@ -174,8 +175,18 @@ def plan(
       compiles: False leaves the compiler out.
       say: is called with progress messages.
     Raises:
-      ValueError: config, mesh and topology do not fit together, or the TPU compiler is not installed.
+      ValueError: config, mesh and topology do not fit together, the config is of another model than the built-in
+        transformer, or the TPU compiler is not installed.
     """
+    refuse_own_model(config, "plan", "use a config with sizes, such as 8b")
+    instance(
+        "config",
+        config,
+        Config | PostTrainingConfig,
+        "a config, such as load_config(path) returns",
+        who="[plan]",
+    )
+    instance("topology", topology, Topology, "such as parse_topology(name) returns", who="[plan]")
     update = config if isinstance(config, Config) else planned(config, topology).update
     gpu.check_hosts(update, topology)
     verdict = estimated(config, topology)

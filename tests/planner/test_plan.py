@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import pytest
 
 from jaxfb.cli.commands import main
-from jaxfb.config import load_config
+from jaxfb.config import config_from_dict, load_config
 from jaxfb.planner import parse_topology
 from jaxfb.planner.candidates import candidates
 from jaxfb.planner.job import model_sizes
@@ -65,6 +65,37 @@ def test_what_cannot_be_planned_is_refused_with_the_way_out(arguments, sentence,
     assert main(["plan", *arguments]) == 2
     printed, error = capsys.readouterr()
     assert re.search(sentence, error) and error.count("\n") == 1 and not printed
+
+
+def of_ones_own():
+    names = {"model": "toy:model", "params": "toy:params", "data": "toy:rows"}
+    batch = {"rows": 8, "rows_per_microbatch": 1}
+    return config_from_dict({**names, "batch": batch, "run": {"dir": "runs/toy", "updates": 1}})
+
+
+@pytest.mark.parametrize(
+    ("config", "topology", "message"),
+    [
+        (
+            of_ones_own,
+            "cpu:8",
+            "toy:model is a model of your own: plan works for the built-in transformer alone",
+        ),
+        (
+            lambda: "configs/mesh8.yaml",
+            "cpu:8",
+            r"config must be a config, such as load_config\(path\) returns",
+        ),
+        (lambda: load_config("configs/mesh8.yaml"), None, "topology must be such as parse_topology"),
+    ],
+    ids=["own", "a path", "a name"],
+)
+def test_a_program_that_plans_something_else_is_told_what_is_taken(config, topology, message):
+    given = config(), "cpu:8" if topology is None else parse_topology(topology)
+    with pytest.raises(ValueError, match=message):
+        plan(*given, compiles=False)
+    with pytest.raises(ValueError, match="topology must be a string"):
+        parse_topology(None)
 
 
 def test_candidates_divide_and_train_the_same():
