@@ -80,6 +80,12 @@ def with_sharding_of_its_rank(leaf: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
 
 
+_ANOTHER_CONFIG = "use the config saved with it, or another run directory"
+_ANOTHER_OPTIMIZER = (
+    'use the optimizer saved with it, or restore {"params": ...} alone with partial=True, for a new state'
+)
+
+
 def check_fit_of(saved: Mapping, wanted: Mapping, where: str, partial: bool) -> None:
     """Raises Mismatch, with a line for each, where names, shapes or dtypes differ (`shapes_of` both).
 
@@ -89,20 +95,23 @@ def check_fit_of(saved: Mapping, wanted: Mapping, where: str, partial: bool) -> 
     def text(leaf):
         return f"{leaf['dtype']}{leaf['shape']}"
 
-    lines = [f"{name}: not in the checkpoint" for name in wanted if name not in saved]
+    lines = {name: "not in the checkpoint" for name in wanted if name not in saved}
     if not partial:
-        lines += [f"{name}: only in the checkpoint" for name in saved if name not in wanted]
-    lines += [
-        f"{name}: {text(saved[name])} in the checkpoint, {text(leaf)} in this run"
+        lines |= {name: "only in the checkpoint" for name in saved if name not in wanted}
+    lines |= {
+        name: f"{text(saved[name])} in the checkpoint, {text(leaf)} in this run"
         for name, leaf in wanted.items()
         if name in saved and saved[name] != leaf
-    ]
+    }
     if lines:
         more = [f"and {len(lines) - 8} more"] if len(lines) > 8 else []
-        listing = "".join(f"\n  {line}" for line in lines[:8] + more)
+        listing = "".join(
+            f"\n  {line}" for line in [f"{name}: {line}" for name, line in lines.items()][:8] + more
+        )
+        of_optimizer = all(name.startswith("opt_state.") for name in lines)
         raise Mismatch(
-            f"[checkpoint] {where} does not fit this run; use the config saved with it, or another run "
-            f"directory:{listing}"
+            f"[checkpoint] {where} does not fit this run; {_ANOTHER_OPTIMIZER if of_optimizer else _ANOTHER_CONFIG}:"
+            f"{listing}"
         )
 
 

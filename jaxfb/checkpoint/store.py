@@ -118,6 +118,8 @@ class CheckpointStore(SavedSteps):
     ) -> tuple[Any, dict]:
         """Restores a step onto the mesh the abstract state names, whatever mesh it was saved from.
 
+        A save that this store has begun is waited for.
+
         Args:
           abstract_state: tree of jax.ShapeDtypeStruct or arrays; each leaf's sharding is where it will live
             (a leaf without one goes to the first local device).
@@ -130,8 +132,10 @@ class CheckpointStore(SavedSteps):
           StorageError: the given step is damaged; or a process may not read a step, or has too many files open, which
             is not damage, so that no older step is taken.
           ValueError: names, shapes or dtypes differ; the message lists them.
+          CannotWrite: the save that was waited for failed.
         """
         boolean("partial", partial, who=WHO)
+        self.wait()
         reach("restore")
         # a state that is none is refused: the checkpoints are not what is damaged
         named_leaves(abstract_state)

@@ -206,10 +206,19 @@ class _Streamed:
         _check_kind(position, "consumed_rows")
         state = position["state"]
         if state is not None and hasattr(self._rows, "set_state"):
-            self._rows.set_state(state["bytes"].encode("latin-1") if set(state) == {"bytes"} else state)
+            self._put_back(state["bytes"].encode("latin-1") if set(state) == {"bytes"} else state)
             self._consumed, self._latest = position["consumed_rows"], None
         while self._consumed < position["consumed_rows"]:
             self._next()
+
+    def _put_back(self, state: Any) -> None:
+        try:
+            self._rows.set_state(state)
+        except Exception as error:  # of somebody else's class
+            raise Refused(
+                f"[data] the rows do not take back the position that was saved of them ({shown(str(error))}); give "
+                "those that the run began with; the source of a grain DataLoader needs a __repr__ without an address"
+            ) from error
 
     def _next(self) -> PyTree:
         try:

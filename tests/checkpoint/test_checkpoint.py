@@ -81,6 +81,28 @@ def test_a_clock_that_is_set_forward_during_a_save_ends_nothing(tmp_path, monkey
         assert store.steps() == [1]
 
 
+def test_what_is_being_saved_can_be_restored_at_once(tmp_path):
+    state = make_state(mesh_of(data=1))
+    with CheckpointStore(tmp_path) as store:
+        store.save(1, state, {"rows": 8})
+        restored, host = store.restore(state)
+    assert bits(restored) == bits(state) and host == {"rows": 8}
+
+
+def test_another_optimizer_is_told_how_to_take_the_parameters_alone(tmp_path):
+    params = {"w": jnp.ones((4, 2))}
+    with CheckpointStore(tmp_path) as store:
+        store.save(1, {"params": params, "opt_state": {"mu": params}}, {})
+        with pytest.raises(
+            ValueError, match=r'the optimizer saved with it, or restore \{"params": ...\} alone'
+        ):
+            store.restore({"params": params, "opt_state": {"trace": params}})
+        with pytest.raises(ValueError, match="use the config saved with it, or another run directory"):
+            store.restore({"params": {"v": jnp.ones(3)}, "opt_state": {"mu": params}})
+        restored, _ = store.restore({"params": params}, partial=True)
+    assert bits(restored["params"]) == bits(params)
+
+
 def test_keeps_newest_and_best(tmp_path):
     state = make_state(mesh_of(data=1))
     with CheckpointStore(tmp_path, keep=2) as store:

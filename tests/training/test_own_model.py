@@ -19,6 +19,7 @@ from jaxfb.cli.commands import main
 from jaxfb.data.loader import row_order
 from jaxfb.metrics import read_jsonl
 from jaxfb.schedules import make
+from jaxfb.training.own_rows import own_rows
 
 ROWS, UPDATES = 24, 6
 
@@ -430,3 +431,26 @@ def test_a_config_names_a_model_of_ones_own(tmp_path, monkeypatch, capsys):
     assert sorted(losses(tmp_path)) == [1, 2, 3, 4, 5, 6]
     assert main(["train", "own.yaml", "model=tiny_own:modell", "run.dir=other"]) == 2
     assert "tiny_own has no modell" in capsys.readouterr().err and not (tmp_path / "other").exists()
+
+
+class OfAnotherSource:
+    """Rows whose position is only taken back by the object that gave it, as grain's DataLoader does."""
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return {"x": np.ones(3)}
+
+    def get_state(self):
+        return {"source": repr(self)}
+
+    def set_state(self, state):
+        if state["source"] != repr(self):
+            raise KeyError("another source")
+
+
+def test_rows_that_do_not_take_their_position_back_are_refused_in_a_sentence():
+    saved = own_rows(OfAnotherSource(), 0).position(0)
+    with pytest.raises(ValueError, match=r"do not take back the position.*another source.*__repr__"):
+        own_rows(OfAnotherSource(), 0).restore(saved)
