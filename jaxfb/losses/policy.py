@@ -87,7 +87,7 @@ class PolicyLoss:
         log_probs = sequences.where_counted(log_probs)
         old = lax.stop_gradient(log_probs) if self.on_policy else leaf("old_log_probs")
         tokens = PolicyTokens(log_probs, old, leaf("advantages"))
-        losses, extra = _pair(self.surrogate, self.surrogate(tokens, sequences))
+        losses, extra = _pair(self.surrogate, self.surrogate(tokens, sequences), log_probs.shape)
         if "rollout_weights" in microbatch:
             losses *= leaf("rollout_weights")
         terms = {"policy": self._aggregated(losses, sequences)}
@@ -111,12 +111,17 @@ class PolicyLoss:
         return own if self.aggregation is None else self.aggregation
 
 
-def _pair(surrogate: Any, answer: Any) -> tuple[jax.Array, dict]:
+def _pair(surrogate: Any, answer: Any, shape: tuple[int, ...]) -> tuple[jax.Array, dict]:
     """Returns what a surrogate returned; ValueError unless it is a loss of every token and metrics by name."""
     if not isinstance(answer, tuple) or len(answer) != 2 or not isinstance(answer[1], dict):
         raise Refused(
             f"[loss] the surrogate {name_of(surrogate)} must return (loss per token, metrics), such as (losses, {{}}), "
             f"got a {type(answer).__name__}"
+        )
+    if jnp.shape(answer[0]) != shape:
+        raise Refused(
+            f"[loss] the surrogate {name_of(surrogate)} must return a loss of every token, [rows, seq]={shape}, got "
+            f"one of shape {jnp.shape(answer[0])}; spread the loss of a sequence over its tokens with jnp.broadcast_to"
         )
     return answer
 

@@ -122,13 +122,23 @@ def _surrogate_of_one(tokens, sequences):
     return -tokens.advantages
 
 
+def _surrogate_of_rows(tokens, sequences):
+    return -tokens.advantages.mean(1), {}
+
+
+def _surrogate_of_kept_rows(tokens, sequences):
+    return -tokens.advantages.mean(1, keepdims=True), {}
+
+
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
         (_bare, "_bare must return jaxfb.Sum.total, weight. or jaxfb.LossOutput"),
         (PolicyLoss(_surrogate_of_one), r"the surrogate _surrogate_of_one must return \(loss per token, metrics\)"),
+        (PolicyLoss(_surrogate_of_rows), "_surrogate_of_rows must return a loss of every token, .*jnp.broadcast_to"),
+        (PolicyLoss(_surrogate_of_kept_rows), r"must return a loss of every token, .*, got one of shape \(3, 1\)"),
     ],
-    ids=["bare", "surrogate"],
+    ids=["bare", "surrogate", "a loss of rows", "of rows, kept"],
 )  # fmt: skip
 def test_a_loss_that_returns_something_else_is_refused_by_its_name(loss, message):
     with pytest.raises(ValueError, match=message):
