@@ -2743,6 +2743,20 @@ MUTATIONS = (
         "schedules/test_custom_schedules.py::test_a_kind_that_builds_a_table_of_other_sizes_is_refused",
     ),
     Mutation(
+        "restore_does_not_wait_for_a_save",
+        "checkpoint/store.py",
+        '        boolean("partial", partial, who=WHO)\n        self.wait()\n',
+        '        boolean("partial", partial, who=WHO)\n',
+        "checkpoint/test_checkpoint.py::test_what_is_being_saved_can_be_restored_at_once",
+    ),
+    Mutation(
+        "loss_of_a_row_is_spread_over_its_tokens",
+        "losses/policy.py",
+        "if jnp.shape(answer[0]) != shape:",
+        "if jnp.ndim(answer[0]) != len(shape):",
+        "losses/test_coupling.py::test_a_loss_that_returns_something_else_is_refused_by_its_name",
+    ),
+    Mutation(
         "failed_save_hides_what_ended_the_run",
         "training/session.py",
         "self._store.__exit__(*error)",
