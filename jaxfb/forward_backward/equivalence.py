@@ -119,7 +119,8 @@ class Equivalence:
         if not one.size <= tolerance:
             raise AssertionError(
                 f"gradients on {one.where} differ from one device by {one.size:.1e} in {one.leaf}, above "
-                f"{tolerance:g}; check that the loss sums over rows without dividing, and draws with each row's key\n"
+                f"{tolerance:g}; check that the loss sums over rows without dividing or comparing them, and draws with "
+                "each row's key\n"
                 f"{self}"
             )
 
