@@ -61,8 +61,9 @@ def plot_policy(metrics_paths: Iterable[str | Path], png_path: str | Path) -> Pa
             linewidth=1,
             label="reward of a rollout" if first else None,
         )
-        label = f"held-out accuracy, {series[1][0]:.2f} to {series[1][-1]:.2f}"
-        accuracy.plot(*series, color=HELD_OUT, linewidth=1.8, marker="o", markersize=3, label=label)
+        if series[0]:  # a run may have ended before its first evaluation
+            label = f"held-out accuracy, {series[1][0]:.2f} to {series[1][-1]:.2f}"
+            accuracy.plot(*series, color=HELD_OUT, linewidth=1.8, marker="o", markersize=3, label=label)
         entropy.plot(*_series(records, "policy_entropy"), color=RATE, linewidth=1)
     accuracy.set(ylabel="share solved", ylim=(0, 1.02))
     accuracy.legend(frameon=False, labelcolor=INK, loc="upper left")

@@ -42,12 +42,12 @@ class Throughput:
 
     def seconds_left(self, total: int) -> float | None:
         """Returns the seconds until step number `total` is done."""
-        if not self._marks or self.seconds_per_step is None:
+        if self.seconds_per_step is None:
             return None
         return (total - self._marks[-1][1]) * self.seconds_per_step
 
     def _span(self) -> tuple[float, int, int]:
-        if len(self._marks) < 2:
+        if not self._marks:
             return 0.0, 0, 0
         first, last = self._marks[0], self._marks[-1]
         return last[0] - first[0], last[1] - first[1], last[2] - first[2]

@@ -12,7 +12,16 @@ import pytest
 
 from jaxfb.callbacks import HOOKS, Callback, callback, combine
 from jaxfb.display import Progress, print_table, summary
-from jaxfb.metrics import Pending, Throughput, arrays, make_writers, plot_losses, read_jsonl, scalars
+from jaxfb.metrics import (
+    Pending,
+    Throughput,
+    arrays,
+    make_writers,
+    plot_losses,
+    plot_policy,
+    read_jsonl,
+    scalars,
+)
 from jaxfb.metrics.strict_json import strict_json
 from jaxfb.types import Last, Max, Sum
 
@@ -113,8 +122,11 @@ def test_arrays_are_lists_and_their_extremes():
 def test_throughput_forgets_compilation_and_pauses():
     now = [0.0]
     meter = Throughput(window=2, clock=lambda: now[0])
-    meter.start(0)
     assert meter.tokens_per_second is None and meter.seconds_left(10) is None
+    meter.start(0)
+    assert (
+        meter.tokens_per_second is None and meter.seconds_per_step is None and meter.seconds_left(10) is None
+    )
     for step, seconds in [(1, 60), (2, 1), (3, 1)]:
         now[0] += seconds
         meter.update(step, tokens=100)
@@ -147,7 +159,24 @@ def test_print_table(capsys):
     assert capsys.readouterr().out == "config\n  model.num_layers  4\n  schedule\n"
 
 
-def test_plot_losses(tmp_path):
+@pytest.fixture
+def drawn(monkeypatch):
+    """The panels of each picture that is saved: {label: points of the line}."""
+    from matplotlib.figure import Figure
+
+    pictures, save = [], Figure.savefig
+
+    def kept(figure, path):
+        pictures.append(
+            [{x.get_label(): x.get_xydata().tolist() for x in a.get_lines()} for a in figure.axes]
+        )
+        save(figure, path)
+
+    monkeypatch.setattr(Figure, "savefig", kept)
+    return pictures
+
+
+def test_plot_losses(tmp_path, drawn):
     writer = make_writers((), tmp_path, {})
     for step in range(1, 41):
         writer.write(step, {"loss": 6 / step**0.2 if step != 7 else float("nan"), "learning_rate": 1e-3})
@@ -156,8 +185,47 @@ def test_plot_losses(tmp_path):
     writer.close()
     path = plot_losses(tmp_path / "metrics.jsonl", tmp_path / "loss.png", {"unigram": 6.5, "bigram": 4.5})
     assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
+    (losses, rate) = drawn[0]
+    assert losses["train"] == [[step, 6 / step**0.2] for step in range(1, 41) if step != 7]
+    assert losses["held out (last 3.089)"] == [[step, 6 / step**0.18] for step in (20, 40)]
+    assert [[[0, 4.5], [1, 4.5]] in losses.values(), [[0, 6.5], [1, 6.5]] in losses.values()] == [True, True]
+    assert list(rate.values()) == [[[step, 1e-3] for step in range(1, 41)]]
     with pytest.raises(ValueError, match="no loss to draw"):
         plot_losses(tmp_path / "none.jsonl", tmp_path / "none.png")
+
+
+def test_a_smoothed_line_does_not_lag_behind(tmp_path, drawn):
+    """A straight one stays as it is, to both ends; one outlier is spread over its two neighbours too."""
+    for name, outlier in (("straight", 0), ("bent", 3)):
+        writer = make_writers((), tmp_path / name, {})
+        for step in range(1, 51):
+            writer.write(step, {"loss": 100 - step + outlier * (step == 20)})
+        writer.close()
+        plot_losses(tmp_path / name / "metrics.jsonl", tmp_path / "loss.png")
+    straight, bent = (np.array(picture[0]["train, smoothed"]) for picture in drawn)
+    np.testing.assert_allclose(straight[:, 1], 100 - straight[:, 0])
+    np.testing.assert_allclose((bent - straight)[[17, 18, 19, 20, 21], 1], [0, 1, 1, 1, 0], atol=1e-12)
+
+
+def test_plot_policy_draws_every_run_and_those_that_were_not_evaluated(tmp_path, drawn):
+    paths = []
+    for seed, accuracies in enumerate([(0.25, 0.75), (), (0.5, 1.0)]):
+        writer = make_writers((), tmp_path / str(seed), {})
+        for step in (1, 2):
+            writer.write(step, {"reward": seed + step / 10, "policy_entropy": 2.0 - seed})
+            for accuracy in accuracies[step - 1 : step]:
+                writer.write(step, {"eval/accuracy": accuracy})
+        writer.close()
+        paths.append(tmp_path / str(seed) / "metrics.jsonl")
+    plot_policy(paths, tmp_path / "policy.png")
+    shares, entropies = drawn[0]
+    assert shares["reward of a rollout"] == [[1, 0.1], [2, 0.2]]
+    assert [[1, 1.1], [2, 1.2]] in shares.values() and [[1, 2.1], [2, 2.2]] in shares.values()
+    assert shares["held-out accuracy, 0.25 to 0.75"] == [[1, 0.25], [2, 0.75]]
+    assert shares["held-out accuracy, 0.50 to 1.00"] == [[1, 0.5], [2, 1.0]]
+    assert sorted(line[0][1] for line in entropies.values()) == [0, 1, 2]
+    with pytest.raises(ValueError, match="no eval/accuracy to draw"):
+        plot_policy(paths[1:2], tmp_path / "none.png")
 
 
 def test_callbacks_run_in_order_on_every_hook():
