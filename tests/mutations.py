@@ -103,6 +103,20 @@ MUTATIONS = (
         "most = plan.data_parallel * plan.max_tokens_per_microbatch // width",
         "batch_plan/test_rollout_plan.py::test_a_token_budget_is_strict_and_loses_no_row",
     ),
+    Mutation(
+        "rows_in_one_piece_a_context_device",
+        "batch_plan/budget.py",
+        "width % (2 * size) == 0",
+        "width % size == 0",
+        "batch_plan/test_rollout_plan.py::test_a_row_is_cut_over_context_devices_whose_share_of_the_budget_holds_it_in_two_pieces_each",
+    ),
+    Mutation(
+        "an_array_row_is_never_full",
+        "batch_plan/arrangement.py",
+        "if free[b] >= lengths[row]",
+        "if free[b] > lengths[row]",
+        "batch_plan/test_rollout_plan.py::test_rows_that_fit_together_exactly_leave_no_token_blank",
+    ),
     # forward_backward
     Mutation(
         "a_sum_over_tokens_that_reads_none_counts_on_one_device",
@@ -690,7 +704,35 @@ MUTATIONS = (
         "jnp.sum(mask * per_token)",
         "losses/test_cross_entropy.py::test_masked_slots_are_inert_whatever_they_hold",
     ),
+    Mutation(
+        "the_rest_of_the_teacher_is_the_students",
+        "losses/distillation.py",
+        "_log_rest(jnp.exp(teacher).sum(-1))",
+        "_log_rest(mass)",
+        "losses/test_distillation.py::test_kl_over_the_likeliest_tokens_is_the_formula",
+    ),
+    Mutation(
+        "a_small_cotangent_of_a_kl_is_lost",
+        "losses/full_kl.py",
+        "jnp.where(scale > 0, cotangent / ",
+        "jnp.where(scale > 1, cotangent / ",
+        "losses/test_token_log_probs.py::test_full_kl_and_its_gradient_equal_the_plain_formula",
+    ),
+    Mutation(
+        "a_chosen_answer_without_its_other_is_half_of_the_next_pair",
+        "losses/preference.py",
+        "& (pairs.totals(~chosen) > 0)",
+        "& (pairs.totals(~chosen) >= 0)",
+        "losses/test_preference.py::test_pairs_may_have_any_numbers_in_their_row",
+    ),
     # optim and the step
+    Mutation(
+        "experts_are_left_to_adam",
+        "optim/muon.py",
+        'matrix = ndim == 2 or (ndim == 3 and has_word(path, "expert"))',
+        "matrix = ndim == 2",
+        "optim/test_optim.py::test_muon_takes_the_matrices_of_each_layer_and_expert",
+    ),
     Mutation(
         "norms_decay",
         "optim/weight_decay.py",

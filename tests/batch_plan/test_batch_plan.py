@@ -143,6 +143,10 @@ REFUSED = [
         dict(rows=64, max_tokens_per_microbatch=4096, sequence_length=100, widths=(64, 96)),
         "widths=[64, 96] must increase and end at sequence_length=100 or more; use [64, 96, 100]",
     ),
+    (
+        dict(rows=64, max_tokens_per_microbatch=4096, sequence_length=100, widths=(64, 32, 128)),
+        "widths=[64, 32, 128] must increase and end at sequence_length=100 or more; use [32, 64, 100]",
+    ),
     (dict(rows=64, rows_per_microbatch=4, packing=True), "packing belongs to a token budget; use max_tokens"),
     (
         dict(rows=100, rows_per_microbatch=4, data_parallel=8),

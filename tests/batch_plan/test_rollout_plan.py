@@ -16,6 +16,7 @@ from jaxfb.batch_plan import (
     explain_difference,
     karmarkar_karp,
 )
+from jaxfb.batch_plan.budget import context_sizes
 
 
 def plans(update=256, rollout=640, dp=8, **changes):
@@ -164,6 +165,23 @@ def test_a_token_budget_is_strict_and_loses_no_row(sizes, factor, data):
         assert made.bins[: plan.rows] == tuple((row,) for row in range(plan.rows))
 
 
+def test_rows_that_fit_together_exactly_leave_no_token_blank():
+    """6 + 2 and 5 + 3, longest first."""
+    plan = BatchPlan(rows=4, max_tokens_per_microbatch=8, sequence_length=8, widths=(8,), packing=True)
+    lengths = [3, 5, 2, 6]
+    made = arrange(plan, lengths)
+    assert made.plan.num_microbatches == 2
+    assert [sum(lengths[row] for row in bin_) for bin_ in made.bins] == [8, 8]
+
+
+def test_a_row_is_cut_over_context_devices_whose_share_of_the_budget_holds_it_in_two_pieces_each():
+    plan = BatchPlan(
+        rows=8, max_tokens_per_microbatch=64, sequence_length=64, max_context=4, widths=(8, 12, 16, 32, 64)
+    )  # one context device has 16 tokens of the budget
+    sizes = {8: (1, 2, 4), 12: (1, 2), 16: (1, 2, 4), 32: (2, 4), 64: (4,)}
+    assert {width: context_sizes(plan, width) for width in plan.widths} == sizes
+
+
 @given(st.lists(st.integers(1, 1000), min_size=2, max_size=24), st.integers(1, 6), st.booleans())
 @settings(max_examples=200, deadline=None)
 def test_shares_are_balanced(costs, parts, equal):
@@ -216,8 +234,9 @@ def test_a_budget_may_change_on_resume():
     assert explain_difference(json.loads(json.dumps(by_rows.to_dict())), by_tokens) is None
     assert explain_difference(json.loads(json.dumps(by_tokens.to_dict())), by_rows) is None
     assert BatchPlan(**json.loads(json.dumps(by_tokens.to_dict()))) == by_tokens
-    with pytest.raises(PlanError, match="cut by tokens: its microbatches follow from the lengths"):
-        by_tokens.padded_rows  # noqa: B018
+    for use in (lambda: by_tokens.padded_rows, lambda: by_tokens.rows_of(0, 0)):
+        with pytest.raises(PlanError, match="cut by tokens: its microbatches follow from the lengths"):
+            use()
 
 
 def test_the_plans_of_a_run_cannot_be_changed_afterwards():

@@ -74,6 +74,14 @@ def test_a_loss_that_couples_rows_is_refused(loss, what):
     _check(loss, 1)
 
 
+def test_a_loss_may_read_one_number_a_row():
+    def weighted(log_probs, entropy, microbatch):
+        return Sum((microbatch["row_weight"][:, None] * log_probs).sum(), microbatch["loss_mask"].sum())
+
+    floats = np.zeros((ROWS, SEQ), np.float32)
+    check_rows_uncoupled(weighted, 2, {"loss_mask": floats, "row_weight": floats[:, 0]}, 2)
+
+
 @pytest.mark.slow
 def test_losses_over_sequences_pass():
     _check(by_sequence, 2)
@@ -109,7 +117,10 @@ def test_what_is_too_large_to_make_up_is_said_not_to_be_checked():
     def loss(values, microbatch):
         raise AssertionError("never asked")
 
-    huge = {"loss_mask": jax.ShapeDtypeStruct((ROWS, 4096, 32768), jnp.float32)}
+    huge = {
+        "loss_mask": jax.ShapeDtypeStruct((ROWS, 4096), jnp.float32),
+        "teacher_log_probs": jax.ShapeDtypeStruct((ROWS, 4096, 32768), jnp.float32),
+    }
     with pytest.warns(UserWarning, match="134,217,728 numbers a row"):
         check_rows_uncoupled(loss, 1, huge, 2)
 

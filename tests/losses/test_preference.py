@@ -75,12 +75,13 @@ def test_pairs_may_have_any_numbers_in_their_row():
 
     in_order, numbered = answer(segments), answer(np.where(segments > 0, segments + 8, 0))
     jax.tree.map(np.testing.assert_array_equal, numbered, in_order)
-    without = np.where(
-        segments == 1, 0, np.where(segments > 0, segments + 8, 0)
-    )  # 10 is alone, 11 and 12 are a pair
-    (alone, grad), first = answer(without), answer(segments)[1]
-    assert alone > 0 and np.abs(grad[0, 5:7]).min() > 0 and np.abs(first[0, 0]) > 0
-    np.testing.assert_array_equal(grad[0, :5], 0)
+    for missing in (1, 2):  # 9 or 10 is alone, 11 and 12 are a pair
+        (alone, grad), first = (
+            answer(np.where(segments == missing, 0, segments + 8 * (segments > 0))),
+            in_order[1],
+        )
+        assert alone > 0 and np.abs(grad[0, 5:7]).min() > 0 and np.abs(first[0, 0]) > 0
+        np.testing.assert_array_equal(grad[0, :5], 0)
 
 
 def test_simpo_and_the_likelihood_of_the_chosen():
@@ -144,5 +145,9 @@ def test_importance_weights_by_token_by_sequence_truncated_and_rejected():
     np.testing.assert_allclose(weigh(upper=9.0, level="sequence")[0], [[0.5, 0.5, 0], [4, 4, 4], [0, 0, 0]])
     root = np.array([[np.sqrt(0.5)] * 2 + [0], [4 ** (1 / 3)] * 3, [0, 0, 0]])
     np.testing.assert_allclose(weigh(upper=9.0, level="geometric")[0], root)
+    single = rollout_weights(
+        np.log([[2.0, 9.0]]), np.zeros((1, 2)), np.array([[1.0, 0]]), level="geometric", upper=3.0
+    )
+    np.testing.assert_allclose(single[0], [[2, 0]])
     with pytest.raises(ValueError, match="upper=1.0 must be above 1"):
         weigh(upper=1.0)

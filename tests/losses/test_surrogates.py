@@ -90,6 +90,17 @@ def test_values_gradients_and_metrics_are_the_references(golden, name):
             )
 
 
+def test_truncated_tokens_are_those_that_count_with_less_than_their_ratio():
+    """Of four: not truncated; truncated; truncated, but not allowed; neither."""
+    old = jnp.log(jnp.array([[0.2, 0.01, 0.01, 0.01]]))
+    advantages = jnp.array([[1.0, -1, 1, 1]])
+    leaves = {"loss_mask": jnp.ones((1, 4)), "old_log_probs": old, "advantages": advantages}
+    loss = PolicyLoss(make_surrogate("dppo", low=0.5, high=0.15, truncation=5.0))
+    metrics = loss(jnp.log(jnp.array([[0.3, 0.3, 0.3, 0.02]])), jnp.zeros((1, 4)), leaves).metrics
+    np.testing.assert_allclose(metrics["truncated_fraction"].value, 0.25)
+    np.testing.assert_allclose(metrics["clip_fraction"].value, 0.25)
+
+
 def test_entropy_and_kl_are_terms_of_their_own():
     mask = jnp.array([[1.0, 1, 0], [1, 0, 0]])
     microbatch = {

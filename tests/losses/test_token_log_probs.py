@@ -141,14 +141,15 @@ def test_full_kl_and_its_gradient_equal_the_plain_formula(reverse):
         return jnp.sum(seeds[..., 0] * mask * (jnp.exp(p) * (p - q)).sum(-1))
 
     @partial(jax.value_and_grad, argnums=(0, 1))
-    def chunked(hidden, kernel, teacher):
+    def chunked(hidden, kernel, teacher, size):
         how = {"chunk": 5, "logit_softcap": SOFTCAP, "temperature": TEMPERATURE}
-        return jnp.sum(seeds[..., 0] * full_kl(hidden, kernel, teacher, mask, reverse=reverse, **how))
+        return jnp.sum(size * seeds[..., 0] * full_kl(hidden, kernel, teacher, mask, reverse=reverse, **how))
 
     expected = jax.value_and_grad(plain, (0, 1))(hidden, kernel)
-    gone = mask[..., None] == 0
+    gone, chunked = mask[..., None] == 0, jax.jit(chunked)
     dirty = jnp.where(gone, jnp.nan, hidden), kernel, jnp.where(gone, jnp.nan, teacher)
-    _close(jax.jit(chunked)(*dirty), expected)
+    for size in (1, 1e-3, 0):  # of the cotangents
+        _close(chunked(*dirty, size), jax.tree.map(lambda x, size=size: size * x, expected))
 
 
 def test_memory_is_far_below_all_the_logits():

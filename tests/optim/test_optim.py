@@ -187,7 +187,8 @@ def test_muon_of_one_matrix_is_optaxs():
 
 def test_adafactor_without_decay_is_optaxs():
     params = {"w": jax.random.normal(jax.random.key(1), [130, 140]), "b": jnp.ones(7)}
-    ours, theirs = make_optimizer("adafactor", learning_rate=0.1), optax.adafactor(0.1)
+    ours = make_optimizer("adafactor", learning_rate=0.1, decay_rate=0.6)
+    theirs = optax.adafactor(0.1, decay_rate=0.6)
     states = [ours.init(params), theirs.init(params)]
     for step in range(3):
         grads = jax.tree.map(lambda x, step=step: jnp.sin(x + step), params)
@@ -248,6 +249,28 @@ def test_two_stacks_may_have_different_numbers_of_layers():
     }
     expected = {name: {"layers": {"w": True, "scale": False}} for name in stacks}
     assert decay_mask(stacks) == muon_matrices(stacks) == expected
+
+
+def test_muon_takes_the_matrices_of_each_layer_and_expert():
+    """What is in a layer is not the head, whatever its name; of three dims only experts' are matrices for sure."""
+    shapes = {
+        "layers": {
+            "w": (3, 4, 6),
+            "experts": (3, 2, 4, 6),
+            "head_mix": (3, 4, 4),
+            "attention": (3, 2, 4, 6),
+            "expert_bias": (3, 2, 6),
+            "norm": (3, 4),
+        },
+        "projection": (4, 4),
+        "embed": (11, 4),
+        "head": (4, 11),
+    }
+    params = jax.tree.map(np.ones, shapes, is_leaf=lambda node: isinstance(node, tuple))
+    found = {
+        path[-1].key for path, is_matrix in jax.tree.leaves_with_path(muon_matrices(params)) if is_matrix
+    }
+    assert found == {"w", "experts", "head_mix", "projection"}
 
 
 def test_muon_takes_attention_of_many_heads_for_no_head():

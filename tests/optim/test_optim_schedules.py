@@ -144,3 +144,10 @@ def test_refused_with_the_nearest_legal_choice(name, arguments, sentence):
     with pytest.raises(ValueError) as refusal:
         lr_schedule(name, **(dict(peak=1.0, total=10) | arguments))
     assert sentence in str(refusal.value)
+
+
+def test_a_constant_decay_does_not_rise():
+    assert float(weight_decay_schedule("constant", initial=0.1, final=0.1, total=10)(5)) == pytest.approx(0.1)
+    with pytest.raises(ValueError, match="initial=0.1 is not final=0.2; use 'linear'"):
+        weight_decay_schedule("constant", initial=0.1, final=0.2, total=10)
+    assert float(weight_decay_schedule("linear", initial=0.1, final=0.2, total=10)(5)) == pytest.approx(0.15)
