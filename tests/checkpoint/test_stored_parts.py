@@ -1,5 +1,7 @@
 """Arrays of a checkpoint are read layer by layer, whatever the pieces they are stored in, and compared as a whole."""
 
+from types import SimpleNamespace
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -76,9 +78,14 @@ def test_sums_of_parts_are_the_sum_of_the_whole(monkeypatch):
 
 
 def test_small_arrays_and_rows_are_stored_whole():
-    def axes(*shape):
-        found = stored_parts.storage_of(None, np.broadcast_to(np.float32(0), shape))
+    def axes(*shape, **placed):
+        value = np.broadcast_to(np.float32(0), shape)
+        whole = SimpleNamespace(nbytes=value.nbytes, shape=shape, dtype=value.dtype, **placed)
+        found = stored_parts.storage_of(None, whole)
         return None if found is None else found.shard_axes
 
     assert axes(4, 8) is None and axes(128256, 4096) == ()
     assert axes(32, 4096, 14336) == (0,) and axes(9, 128, 2048, 768) == (0, 1)
+    # half of an expert on each device is less than a piece of some size
+    halves = NamedSharding(jax.make_mesh((2,), ("fsdp",), axis_types=(AxisType.Auto,)), P(None, None, "fsdp"))
+    assert axes(9, 128, 2048, 768, sharding=halves) == (0,)

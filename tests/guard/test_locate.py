@@ -71,6 +71,22 @@ def test_embed_and_head_are_named():
     assert first_nonfinite(MODEL, params(head=np.float32(np.inf)), MICROBATCH) == Place("head")
 
 
+@pytest.mark.parametrize("number", [None, 2])
+def test_hidden_values_may_be_a_tree_with_integers(number):
+    """Which have no gradient and are always finite."""
+
+    def count(weights, hidden, microbatch, rng):
+        return {"x": layer(weights, hidden["x"], microbatch, rng), "count": hidden["count"] + 1}
+
+    model = Pipelined(
+        lambda *given: {"x": embed(*given), "count": jnp.zeros((4,), jnp.int32)},
+        count,
+        lambda outer, hidden, *rest: head(outer, hidden["x"], *rest),
+    )
+    tree = with_layers(shift=np.where(np.arange(LAYERS) == number, np.nan, 0.1))
+    assert first_nonfinite(model, tree, MICROBATCH) == (None if number is None else Place("layer", number))
+
+
 def test_a_gradient_that_breaks_where_the_values_are_finite():
     # layer 1 returns 0.5, the kink of layer 2: the gradient of what layer 1 returns is the first that is not finite
     broken = with_layers(

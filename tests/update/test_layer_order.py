@@ -154,6 +154,9 @@ def test_a_loop_of_ones_own_saves_and_restores_the_order_of_the_model(interleave
         plain, again = (store.restore({"state": like})[0]["state"] for like in (wanted[1], state))
     close(trained(plain), trained(wanted[1]))
     close(trained(again), trained(wanted[1]))
+    placed = interleaved.place(plain)
+    assert is_in_the_order_of("interleaved", placed) and not plain.step.is_deleted()
+    close(trained(placed), trained(wanted[1]))
     close(trained(updated(interleaved, again, 1, 1)), trained(wanted[2]))
 
 
