@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxfb.data.chat import make_chat, read_chat
+from jaxfb.data.jinja import compile_template
 from jaxfb.data.tokenizer import END_TOKEN, ByteTokenizer, load_tokenizer
 
 GOLDEN = "chat_templates.json"
@@ -141,6 +142,12 @@ def test_stop_tokens_are_names_or_ids_of_the_tokenizer(tokenizer, golden):
     message = r"\[conversations\] the template ends the answer .*; use start.stop_tokens=\['<\|eot_id\|>'\]"
     with pytest.raises(ValueError, match=message):
         wrong.encode([[QUESTION, ANSWER]])
+
+
+def test_a_template_is_told_that_there_are_no_tools_and_no_documents():
+    """As transformers tells it: to Jinja what is undefined is not none."""
+    template = "{{ tools is none and documents is none and unknown is not none }}"
+    assert compile_template(template)() == "True"
 
 
 @pytest.mark.parametrize(

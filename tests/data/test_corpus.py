@@ -13,6 +13,7 @@ from jaxfb.config import config_from_dict
 from jaxfb.data import DataConfig, bits_per_byte, count_baselines, prepare
 from jaxfb.data.cache import build_once, cache_directory, read_whole
 from jaxfb.data.sources import HELD_OUT, TRAIN, find_files, read_documents, split_documents
+from jaxfb.data.token_shards import _mix
 from jaxfb.data.tokenizer import ByteTokenizer, load_tokenizer
 
 WORDS = np.random.default_rng(0).integers(0, 50, 20000)
@@ -140,6 +141,12 @@ def test_token_files_are_read_where_they_lie(config, tmp_path, leading):
     batch = corpus.train.gather(np.arange(len(corpus.train)))
     inner = (batch["positions"] > 0) & (batch["loss_mask"] > 0)
     assert not (batch["tokens"][inner] == 50).any()  # an end token opens a segment or closes it, as a target
+
+
+def test_documents_of_token_files_are_hashed_by_splitmix64():
+    """The first numbers of the generator started at 0, whose states are multiples of one constant."""
+    states = np.uint64(0x9E3779B97F4A7C15) * np.arange(1, 4, dtype=np.uint64)
+    assert list(map(hex, _mix(states))) == ["0xe220a8397b1dcdaf", "0x6e789e6aa1b965f4", "0x6c45d188009454f"]
 
 
 def test_shards_are_reused_while_nothing_changes(config, notes):

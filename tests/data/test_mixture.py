@@ -100,6 +100,25 @@ def test_the_place_is_a_function_of_the_position(texts, weights):
     assert sum(one.consumed(777).values()) == 777
 
 
+def test_a_source_of_a_tiny_share_between_others_is_read_in_its_order(texts):
+    """In no part of the stream are its rows fewer than none, as differences of rounded shares might be."""
+    weights = {"a": 0.3, "b": 1e-4, "c": 0.7}
+    part = corpus(texts, code=1).train.parts["code"]
+    order = MixedOrder(MixedRows(dict.fromkeys(weights, part), weights), seed=0)
+    counts = np.array([list(order.consumed(p).values()) for p in range(0, 60_000, 1024)])
+    assert (np.diff(counts, axis=0) >= 0).all() and counts[-1, 1] in (5, 6)
+
+
+def test_the_fill_of_a_mixture_is_the_share_of_all_its_slots_that_are_used(texts):
+    both, *each = (
+        corpus(texts, **{name: 1 for name in names}).train_stats
+        for names in (("code", "few"), ["code"], ["few"])
+    )
+    used = sum(one.fill * one.rows for one in each)
+    assert 0 < both.fill < 1 and both.fill == pytest.approx(used / both.rows)
+    assert [both.rows, both.tokens] == [sum(one.rows for one in each), sum(one.tokens for one in each)]
+
+
 def test_weights_change_from_the_saved_position_on_and_sources_come_and_go(texts):
     before = MixedOrder(corpus(texts, code=1, web=1).train, seed=0)
     now = MixedOrder(corpus(texts, web=1, few=3).train, seed=0).continued(before.to_dict(), 1000)
