@@ -1,9 +1,11 @@
 """What can be refused is refused before anything is computed, with advice that the same code accepts."""
 
 import re
+from collections import Counter
 from types import SimpleNamespace
 from typing import get_args
 
+import jax
 import numpy as np
 import pytest
 
@@ -13,9 +15,14 @@ from jaxfb.config.fields import all_keys
 from jaxfb.config.policy import PolicyKL, RewardKL
 from jaxfb.config.post_training import PlansConfig, RLConfig, SFTConfig
 from jaxfb.losses.kl import KL_ESTIMATORS
+from jaxfb.mesh import make_mesh
+from jaxfb.models.config import TransformerConfig
+from jaxfb.models.transformer import init_params
 from jaxfb.rl.advice import changed, planned
+from jaxfb.rl.experience import Experience
 from jaxfb.rl.policy import make_policy_work, rollout_plan
 from jaxfb.rl.resume import refuse_other_rollout
+from jaxfb.rl.sampler import Sampler
 from jaxfb.rl.start import check_head, make_base
 from jaxfb.rl.tasks import Arithmetic, BadJudgement, Problem, Response, checked_correct, checked_reward
 from jaxfb.training.changes import changes_between
@@ -451,6 +458,50 @@ def test_a_reward_that_fails_in_the_middle_of_a_run_loses_no_update(tmp_path):
     ):
         post_train(config, task=Fails())
     assert RunDirectory(tmp_path / "run").newest_update() == 2
+
+
+@pytest.mark.parametrize("unit, length", [("updates", 12), ("samples", 96)])
+def test_a_warmup_as_long_as_the_run_is_refused_before_anything_is_made(unit, length):
+    """2 updates of 8 rows, twice over each of 3 rollouts."""
+
+    def base(warmup):
+        rate = {"name": "linear", "unit": unit, "warmup": warmup}
+        return make_base(with_({"rollout": {"rollouts": 3, "epochs": 2}, "lr": rate}))
+
+    base(length - 1)
+    with pytest.raises(ValueError, match=f"warmup={length} must be below total={length}"):
+        base(length)
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_samples_are_drawn_in_the_dtype_of_computing(dtype):
+    sizes = TransformerConfig(num_layers=1, hidden_size=8, num_heads=1, mlp_size=8, vocab_size=16)
+    sampler = Sampler(sizes, make_mesh(), 4, 4, (0,), compute_dtype=dtype)
+    placed = sampler.place(init_params(sizes, jax.random.key(0)))
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(placed)} == {dtype or "float32"}
+
+
+def test_prompts_are_shared_out_over_all_devices_but_those_of_one_model():
+    sizes = TransformerConfig(num_layers=1, hidden_size=8, num_heads=2, mlp_size=8, vocab_size=16)
+    sampler = Sampler(sizes, make_mesh(data=2, fsdp=2, tensor=2), 4, 6, (0,))
+    rows, lengths = sampler._padded([np.array([1, 2]), np.array([3]), np.array([4, 5, 6])])
+    assert rows.sharding.shard_shape(rows.shape) == (1, 4) and lengths.sharding.shard_shape((4,)) == (1,)
+    assert rows[:, :3].tolist() == [[1, 2, 0], [3, 0, 0], [4, 5, 6], [0, 0, 0]] and lengths.tolist() == [
+        2,
+        1,
+        3,
+        1,
+    ]
+
+
+@pytest.mark.parametrize("prompts, most", [(4, 1), (6, 1), (9, 9)])
+def test_a_rollout_asks_no_problem_twice_unless_there_are_fewer_than_prompts(prompts, most):
+    config = with_({"rollout": {"prompts": prompts, "samples_per_prompt": 2}})
+    experience = SimpleNamespace(_config=config, task=SimpleNamespace(train=list("abcdef")))
+    problems, groups = Experience._problems(experience, 0)
+    assert problems[::2] == problems[1::2] and groups.tolist() == np.repeat(np.arange(prompts), 2).tolist()
+    assert max(Counter(problems[::2]).values()) <= most
+    assert problems != Experience._problems(experience, 1)[0]
 
 
 def test_a_change_of_a_config_leaves_the_values_it_was_given_as_they_are():

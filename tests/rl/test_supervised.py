@@ -271,6 +271,16 @@ def test_conversations_without_an_answer_are_counted(tmp_path):
         make_supervised_work(load_config(write(tmp_path / "run", {"conversations": section})))
 
 
+def test_a_run_may_have_a_number_of_passes_over_the_conversations(tmp_path):
+    """10 of them in updates of 4: a pass is 2 whole updates and one of 2 rows."""
+    lines = (DATA / "conversations.jsonl").read_text().splitlines(keepends=True)[:10]
+    (tmp_path / "ten.jsonl").write_text("".join(lines))
+    section = {**SFT["conversations"], "path": str(tmp_path / "ten.jsonl"), "held_out_fraction": 0.0}
+    sections = {"conversations": section, "batch": {"rows": 4, "epochs": 2}}
+    plan = make_supervised_work(load_config(write(tmp_path / "run", sections))).plan
+    assert [window.rows for window in plan.windows()] == [4, 4, 2] * 2
+
+
 def test_what_truncation_cuts_off_is_counted(tmp_path):
     file = tmp_path / "long.jsonl"
     talks = [[("user", "?"), ("assistant", "a" * n)] for n in (3, 100)] + [
