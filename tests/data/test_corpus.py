@@ -5,13 +5,14 @@ import json
 import logging
 import os
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jaxfb.config import config_from_dict
-from jaxfb.data import DataConfig, bits_per_byte, count_baselines, prepare
-from jaxfb.data.cache import build_once, cache_directory, read_whole
+from jaxfb.data import DataConfig, bits_per_byte, count_baselines, prepare, text_shards
+from jaxfb.data.cache import build_once, cache_directory, is_chosen_or_there, read_whole
 from jaxfb.data.sources import HELD_OUT, TRAIN, find_files, read_documents, split_documents
 from jaxfb.data.token_shards import _mix
 from jaxfb.data.tokenizer import ByteTokenizer, load_tokenizer
@@ -168,6 +169,27 @@ def test_a_damaged_cache_is_rebuilt(config, notes):
     np.testing.assert_array_equal(
         again.train[len(again.train) - 1]["tokens"], first.train[len(first.train) - 1]["tokens"]
     )
+
+
+def test_documents_are_the_same_however_many_are_encoded_at_once(config, notes, tmp_path, monkeypatch):
+    settings = {"source": "text", "path": str(notes), "tokenizer": "bytes"}
+    whole = prepare(config(**settings))
+    monkeypatch.setattr(text_shards, "ENCODE_CHARACTERS", 500)  # about three of them
+    parts = prepare(config(**settings, cache_dir=str(tmp_path / "another")))
+    for one, other in ((whole.train, parts.train), (whole.held_out, parts.held_out)):
+        rows = np.arange(len(one))
+        np.testing.assert_array_equal(one.gather(rows)["targets"], other.gather(rows)["targets"])
+    assert parts.train_stats == whole.train_stats and whole.train_stats.documents > 30
+
+
+def test_the_cache_is_where_the_config_or_else_the_environment_puts_it(monkeypatch):
+    for name in ("JAXFB_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert cache_directory() == Path(".cache/jaxfb-data")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    assert cache_directory() == Path("/xdg/jaxfb/data") and is_chosen_or_there()
+    monkeypatch.setenv("JAXFB_CACHE", "/own")
+    assert cache_directory() == Path("/own/data") and cache_directory("/given") == Path("/given")
 
 
 def test_an_interrupted_write_leaves_nothing_that_is_read(tmp_path):
