@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import pytest
 import yaml
@@ -27,6 +28,7 @@ from jaxfb.planner import host_fit
 from jaxfb.process.launcher import Connection
 from jaxfb.training.continuing import after_a_loss_of, where_from
 from jaxfb.training.ending import where_it_lies
+from jaxfb.training.parameters import newest_params
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.run_lock import OpenDirectory, RunLock
 
@@ -494,3 +496,14 @@ def test_a_process_that_a_callback_has_stopped_tells_so_where_the_job_hangs(tmp_
         f"update; {plain}"
     )
     assert after_a_loss_of(run, 1) == plain
+
+
+def test_parameters_of_a_checkpoint_come_in_its_dtype_or_the_one_asked_for(tmp_path):
+    config, run = load_config(write_tiny(tmp_path)), tmp_path / "run"
+    leaf = jnp.arange(3, dtype=jnp.bfloat16)
+    with CheckpointStore(RunDirectory(run).checkpoints, asynchronous=False) as store:
+        store.save(1, {"params": {"w": leaf}}, {})
+    abstract = {"w": jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)}
+    for dtype, wanted in ((None, "bfloat16"), ("float32", "float32")):
+        params, _ = newest_params(run, config, abstract, dtype)
+        assert params["w"].dtype == wanted and params["w"].tolist() == [0, 1, 2]
