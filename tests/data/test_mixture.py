@@ -4,6 +4,8 @@ import json
 import sys
 from collections import Counter
 from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from jaxfb.config import config_from_dict, config_to_dict, load_config
 from jaxfb.data import DataConfig, Loader, prepare
 from jaxfb.data.mixture import MixedOrder, MixedRows, Mixture
 from jaxfb.metrics import read_jsonl
+from jaxfb.training.evaluate import HeldOut
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +120,19 @@ def test_the_fill_of_a_mixture_is_the_share_of_all_its_slots_that_are_used(texts
     used = sum(one.fill * one.rows for one in each)
     assert 0 < both.fill < 1 and both.fill == pytest.approx(used / both.rows)
     assert [both.rows, both.tokens] == [sum(one.rows for one in each), sum(one.tokens for one in each)]
+
+
+def test_the_held_out_loss_of_a_mixture_is_that_of_all_its_tokens():
+    """Not the mean of the sources' losses; one without held-out rows has none."""
+    sums = {"a": (6.0, 2.0, 4.0), "b": (3.0, 0.0, 1.0)}  # of the loss, of correct tokens, of tokens
+    rows = MixedRows({"a": "xxx", "b": "x", "none": ""}, {"a": 1, "b": 1, "none": 1})
+    held_out = SimpleNamespace(rows=rows, bits_per_byte=lambda nats: None)
+    held_out._named = partial(HeldOut._named, held_out)
+    held_out._sums = lambda params, part: sums["a" if len(part) == 3 else "b"]
+    found = HeldOut.evaluate(held_out, None)
+    assert found == pytest.approx(
+        {"eval/loss": 1.8, "eval/accuracy": 0.4, "eval/tokens": 5, "eval/loss/a": 1.5, "eval/loss/b": 3.0}
+    )
 
 
 def test_weights_change_from_the_saved_position_on_and_sources_come_and_go(texts):
