@@ -507,3 +507,15 @@ def test_parameters_of_a_checkpoint_come_in_its_dtype_or_the_one_asked_for(tmp_p
     for dtype, wanted in ((None, "bfloat16"), ("float32", "float32")):
         params, _ = newest_params(run, config, abstract, dtype)
         assert params["w"].dtype == wanted and params["w"].tolist() == [0, 1, 2]
+
+
+def test_a_config_that_a_run_changes_is_kept_under_the_update_until_which_it_held(tmp_path):
+    """Every one that differs, also where a run returns to an update; the same one is not kept again."""
+    directory, configs = RunDirectory(tmp_path / "run"), []
+    for updates, until in ((4, 0), (4, 2), (6, 2), (8, 2)):
+        config = load_config(write_tiny(tmp_path, run={"updates": updates}))
+        directory.create(config, {}, None, until)
+        configs.append((directory.path / "config.yaml").read_text())
+    kept = {path.name: path.read_text() for path in directory.path.glob("config.until-*")}
+    assert kept == {"config.until-2.yaml": configs[0], "config.until-2-2.yaml": configs[2]}
+    assert load_config(directory.path).run.updates == 8

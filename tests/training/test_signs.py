@@ -1,8 +1,11 @@
 """Who is lost and who is behind, told from signs of life; the clock is a list."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from jaxfb.process.position import Position
+from jaxfb.training.hosts import Hosts
 from jaxfb.training.signs import Sign, Signs
 
 NAMES = ["a", "b", "c"]
@@ -128,3 +131,10 @@ def test_nobody_is_slow_where_all_are_alike_or_little_is_known():
             position.pace(0.5 + 0.02 * index, 1.0)
     job.pass_(1)
     assert job.signs.who_is_slow() == {} and job.signs.own_seconds() == pytest.approx([0.5, 0.52, 0.54])
+
+
+def test_a_slow_process_is_reported_when_it_becomes_slow_and_not_again_while_it_is():
+    looks = iter([{}, {1: "one"}, {1: "one", 2: "two"}, {1: "one"}, {}, {1: "one"}])
+    hosts = SimpleNamespace(count=3, _watch=SimpleNamespace(pace=lambda: ([0.1], next(looks))), _slow=set())
+    assert [Hosts.pace(hosts)[1] for _ in range(6)] == [[], ["one"], ["two"], [], [], ["one"]]
+    assert Hosts.pace(SimpleNamespace(count=1)) == (None, [])
