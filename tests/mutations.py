@@ -937,6 +937,20 @@ MUTATIONS = (
         "mixed = seed",
         "data/test_loader.py::test_each_epoch_is_another_permutation",
     ),
+    Mutation(
+        "rows_of_a_tiny_share_are_fewer_than_none",
+        "data/mixture.py",
+        "math.ceil(1 / min(_shares(weights).values()))",
+        "math.ceil(1 / max(_shares(weights).values()))",
+        "data/test_mixture.py::test_a_source_of_a_tiny_share_between_others_is_read_in_its_order",
+    ),
+    Mutation(
+        "the_document_that_fills_a_batch_is_encoded_twice",
+        "data/text_shards.py",
+        "            batch, size = [], 0\n",
+        "            batch, size = [document], 0\n",
+        "data/test_corpus.py::test_documents_are_the_same_however_many_are_encoded_at_once",
+    ),
     # checkpoint
     Mutation(
         "dtypes_unchecked",
@@ -2471,6 +2485,34 @@ MUTATIONS = (
         "            raise self._cannot_write(self._pending_step, error) from error",
         "            return",
         "checkpoint/test_checkpoint.py::test_a_failed_write_is_raised_and_the_next_one_works",
+    ),
+    Mutation(
+        "a_rollout_of_all_problems_asks_some_twice",
+        "rl/experience.py",
+        "replace=len(train) < sizes.prompts",
+        "replace=len(train) <= sizes.prompts",
+        "rl/test_checks.py::test_a_rollout_asks_no_problem_twice_unless_there_are_fewer_than_prompts",
+    ),
+    Mutation(
+        "an_overflow_with_a_loss_that_is_not_finite_may_be_saved",
+        "training/guard.py",
+        'self.failed += "loss" in causes',
+        "self.failed += 0",
+        "guard/test_skip_guard.py::test_failed_updates_are_counted_since_the_last_sound_one",
+    ),
+    Mutation(
+        "a_config_that_a_run_changes_is_lost",
+        "training/run_dir.py",
+        "self.saved_config() == _but_its_place(config):\n            return\n",
+        "True:\n            return\n",
+        "training/test_run_dir.py::test_a_config_that_a_run_changes_is_kept_under_the_update_until_which_it_held",
+    ),
+    Mutation(
+        "a_run_that_was_never_evaluated_ends_a_picture",
+        "metrics/plot.py",
+        "if series[0]:",
+        "if True:",
+        "metrics/test_metrics.py::test_plot_policy_draws_every_run_and_those_that_were_not_evaluated",
     ),
     # files of Hugging Face
     Mutation(
