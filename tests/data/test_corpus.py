@@ -99,6 +99,7 @@ def test_one_big_file_is_cut_and_nothing_of_it_is_lost(config, tmp_path):
     pieces = list(read_documents("text", files))
     assert "".join(piece.text for piece in pieces) == text and len(pieces) > 20
     assert [piece.opens for piece in pieces] == [True] + [False] * (len(pieces) - 1)
+    assert [piece.closes for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     corpus = prepare(config(source="text", path=str(tmp_path / "book.txt"), tokenizer="bytes"))
     assert corpus.held_out_stats.bytes > 0
     assert corpus.train_stats.bytes + corpus.held_out_stats.bytes == len(text)

@@ -156,6 +156,7 @@ def test_a_file_that_is_written_to_while_the_run_reads_is_reported_once(config, 
     corpus = prepare(config(source="tokens", path=str(tokens)))
     rows = np.arange(8)
     first = corpus.train.gather(rows)["tokens"]
+    assert caplog.text == ""
     times = tokens.stat()
     os.utime(tokens, ns=(times.st_atime_ns, times.st_mtime_ns + 1))
     with caplog.at_level(logging.WARNING, "jaxfb"):
