@@ -20,6 +20,7 @@ from jaxfb.batch_plan import (
     explain_difference,
     horizon_warning,
 )
+from jaxfb.batch_plan import run as run_plans
 
 small = st.integers(1, 40)
 maybe = st.none() | small
@@ -321,6 +322,16 @@ def test_length_in_each_unit():
     assert RunPlan(plan, tokens=64 * 128 * 5 + 1, sequence_length=128).total_updates == 6
     assert RunPlan(plan, samples=10**12).total_updates == 10**12 // 64
     refusal(epochs.window, 48)
+
+
+def test_epochs_are_limited_only_where_each_ends_with_a_short_update(monkeypatch):
+    """Those of whole updates need no entry of the plan each."""
+    monkeypatch.setattr(run_plans, "_MOST_EPOCHS", 100)
+    plan = BatchPlan(rows=4, rows_per_microbatch=1)
+    assert RunPlan(plan, epochs=10**6, dataset_rows=8).total_updates == 2 * 10**6
+    for length in (dict(epochs=101), dict(updates=3 * 101)):
+        (choice,) = refusal(RunPlan, plan, dataset_rows=9, **length).choices
+        assert RunPlan(plan, dataset_rows=9, **choice).total_updates == 3 * 100
 
 
 def test_a_rounded_down_update_consumes_what_it_uses():

@@ -234,6 +234,7 @@ def test_a_budget_may_change_on_resume():
     assert explain_difference(json.loads(json.dumps(by_rows.to_dict())), by_tokens) is None
     assert explain_difference(json.loads(json.dumps(by_tokens.to_dict())), by_rows) is None
     assert BatchPlan(**json.loads(json.dumps(by_tokens.to_dict()))) == by_tokens
+    assert by_tokens.real_rows == 64
     for use in (lambda: by_tokens.padded_rows, lambda: by_tokens.rows_of(0, 0)):
         with pytest.raises(PlanError, match="cut by tokens: its microbatches follow from the lengths"):
             use()

@@ -15,6 +15,7 @@ from jaxfb import trainer
 from jaxfb.callbacks import Callback
 from jaxfb.config import config_from_dict, config_to_dict, load_config
 from jaxfb.data import DataConfig, Loader, prepare
+from jaxfb.data.config import SourceConfig
 from jaxfb.data.mixture import MixedOrder, MixedRows, Mixture
 from jaxfb.metrics import read_jsonl
 from jaxfb.training.evaluate import HeldOut
@@ -74,6 +75,13 @@ def test_a_wrong_source_is_refused_by_its_name(source, message):
 
 def sources(order, positions):
     return Counter(order.place(p)[0] for p in positions)
+
+
+def test_a_source_of_a_mixture_takes_paths_as_a_single_source_does():
+    source = SourceConfig(weight=1, path=["a", "b"], held_out_path="c")
+    alone = DataConfig(source="text", path=["a", "b"], held_out_path="c")
+    assert (source.path, source.held_out_path) == (alone.path, alone.held_out_path)
+    assert source == SourceConfig(weight=1, path=("a", "b"), held_out_path=("c",))
 
 
 def test_every_source_has_its_share_and_each_of_its_rows_comes_once_a_pass(texts):
