@@ -21,6 +21,7 @@ from jaxfb.batch_plan import (
     horizon_warning,
 )
 from jaxfb.batch_plan import run as run_plans
+from jaxfb.batch_plan.ramp_up import as_ramp_up
 
 small = st.integers(1, 40)
 maybe = st.none() | small
@@ -261,7 +262,11 @@ def test_megatron_microbatch_calculator(golden):
 def test_ramp_up_forms_and_refusals():
     assert RampUp.parse("0:16 1.5K:32 250B:64").steps == ((0, 16), (1500, 32), (250 * 10**9, 64))
     assert RampUp.parse("0:16 1M:32", sequence_length=1000) == RampUp([(0, 16), (1000, 32)])
+    assert as_ramp_up([(0, 16), [1500, 32]]) == as_ramp_up("0:16 1500:32") == RampUp([(0, 16), (1500, 32)])
     assert RampUp.linear(8, 8, 64, 24).row_counts == (8, 16, 24)
+    error = refusal(RampUp.linear, 8, 8, 1, 24)
+    assert "2 increments from start=8 to rows=24 need samples of at least 2, got 1" in str(error)
+    assert RampUp.linear(8, 8, *error.choices[0].values(), 24).steps == ((0, 8), (1, 16), (2, 24))
     error = refusal(RampUp.linear, 8, 5, 64, 24)
     assert "growth from 8 to 24 rows = 16 is not a multiple of increment 5; use 4 or 8" in str(error)
     for steps in (((0, 16), (0, 32)), ((0, True),), ((0, 8), (1.5, 16)), (0, 8), ((0, 8, 16),)):

@@ -234,7 +234,9 @@ def test_a_budget_may_change_on_resume():
     assert explain_difference(json.loads(json.dumps(by_rows.to_dict())), by_tokens) is None
     assert explain_difference(json.loads(json.dumps(by_tokens.to_dict())), by_rows) is None
     assert BatchPlan(**json.loads(json.dumps(by_tokens.to_dict()))) == by_tokens
-    assert by_tokens.real_rows == 64
+    assert by_tokens.real_rows == 64 and by_tokens.check_rows(64) == 0
+    with pytest.raises(PlanError, match="covers 64 rows, batch has 63; add 1 rows of weight 0"):
+        by_tokens.check_rows(63)
     for use in (lambda: by_tokens.padded_rows, lambda: by_tokens.rows_of(0, 0)):
         with pytest.raises(PlanError, match="cut by tokens: its microbatches follow from the lengths"):
             use()
@@ -250,7 +252,7 @@ def test_the_plans_of_a_run_cannot_be_changed_afterwards():
     mine = dict(one.plans)
     other = RolloutPlan(mine, prompts=128, samples_per_prompt=5, rows_per_update=128)
     mine.pop("train")
-    assert other == one and other.train == one.train
+    assert other == one and other.train == one.train and hash(other) == hash(one)
 
 
 @pytest.mark.parametrize(
