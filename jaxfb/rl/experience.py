@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxfb.batch_plan import BatchPlan, RolloutPlan, check_whole_groups
+from jaxfb.batch_plan import BatchPlan, RolloutPlan
 from jaxfb.config.policy import FROM_SAMPLER
 from jaxfb.config.post_training import RLConfig
 from jaxfb.data.token_rows import prompt_and_response, token_rows
@@ -150,7 +150,6 @@ class Experience:
         train, sizes = self.task.train, self._config.rollout
         chosen = rng.choice(len(train), sizes.prompts, replace=len(train) < sizes.prompts)
         groups = np.repeat(np.arange(sizes.prompts), sizes.samples_per_prompt)
-        check_whole_groups(groups.tolist(), sizes.samples_per_prompt)
         return [train[chosen[group]] for group in groups], groups
 
     def _encoded(self, problems: list[Problem]) -> list[np.ndarray]:
