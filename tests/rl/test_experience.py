@@ -3,6 +3,7 @@
 from functools import partial
 from types import SimpleNamespace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -10,6 +11,7 @@ from jaxfb.losses.kl import AdaptiveKL
 from jaxfb.rl.experience import Experience, Models
 from jaxfb.rl.policy import PolicyWork
 from jaxfb.rl.tasks import Problem, Response
+from jaxfb.types import Pipelined, Unembedding
 from tests.rl.test_checks import with_
 
 
@@ -97,6 +99,19 @@ def test_each_model_of_a_rollout_scores_with_its_own_parameters():
     ]
     assert record["sampler_gap"] == 0.5
     np.testing.assert_allclose(scores["rollout_weights"], [[0, np.exp(0.5)]])
+
+
+def test_log_probs_are_those_of_the_sampler_that_never_draws_some_ids():
+    """Of five ids the last two; the temperature divides the logits."""
+    model = Pipelined(None, None, None, unembed=lambda outer, hidden: Unembedding(hidden, outer["head"]))
+    base = SimpleNamespace(model=model, absent_ids=((3, 5),))
+    config = with_({"rollout": {"temperature": 0.5}})
+    scored = Experience._log_probs.func(SimpleNamespace(_config=config, base=base))
+    microbatch = {"targets": jnp.array([[0, 1]]), "loss_mask": jnp.ones((1, 2))}
+    logits = jnp.array([[1.0, 0, 0, 9, 9]])
+    out = scored.head({"head": logits}, jnp.ones((1, 2, 1)), microbatch, None)
+    total = np.log(np.exp(2.0) + 2)
+    np.testing.assert_allclose(out.outputs["log_probs"], [[2 - total, -total]], rtol=1e-6)
 
 
 @pytest.mark.parametrize("has_reference", [True, False])

@@ -1,9 +1,11 @@
 """`jaxfb sft` and `jaxfb dpo` from the command line, what is learnt of a conversation, and the law under packing."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from warnings import catch_warnings
 
 import jax
 import numpy as np
@@ -293,8 +295,16 @@ def test_what_truncation_cuts_off_is_counted(tmp_path):
     # an answer ends with a stop token: 4 + 101 + 2 tokens, of which the rows of 97 hold 4 + 96 + 0
     with pytest.warns(
         UserWarning, match="cuts 2 of 3 conversations after 97 .* 7 of the 107 .*; 1 keep no token"
-    ):
+    ) as warned:
         make_supervised_work(cut)
+    enough = int(re.search(r"conversations.sequence_length=(\d+) cuts none", str(warned[0].message))[1])
+    for length, cuts in ((enough, False), (enough - 1, True)):
+        section |= {"truncate": True, "sequence_length": length}
+        config = load_config(write(tmp_path / str(length), {"conversations": section}))
+        with (
+            pytest.warns(UserWarning, match="truncate=true cuts") if cuts else catch_warnings(action="error")
+        ):
+            make_supervised_work(config)
 
 
 def test_repeated_items_are_left_out_with_a_warning():
