@@ -1,5 +1,7 @@
 """Advantages equal the reference implementation's numbers, and masked slots are inert."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -47,6 +49,20 @@ def test_outcome_estimators(golden, name):
     given, expected = _case(golden, name)
     ours = getattr(adv, name)(given["rewards"].sum(1), given["group"], given["mask"])
     np.testing.assert_allclose(ours, expected["advantages"], rtol=0, atol=CLOSE)
+
+
+def test_a_pair_is_a_group_and_one_row_is_none():
+    """Two answers to a prompt are compared by every outcome estimator; a single one keeps its reward."""
+    rewards, groups = np.array([1.0, 4.0, 5.0]), np.array([0, 0, 1])
+    mask = np.array([[1, 1], [1, 0], [1, 1]])  # the longer answer weighs twice in OPO's mean of 2
+    for function, pair in (
+        (adv.dr_grpo, (-1.5, 1.5)),
+        (adv.rloo, (-3, 3)),
+        (adv.opo, (-1, 2)),
+        (partial(adv.grpo, eps=0), np.array([-1, 1]) / np.sqrt(2)),
+    ):
+        found = function(rewards, groups, mask)
+        np.testing.assert_allclose(found[:, 0], [*pair, 5.0], rtol=1e-12)
 
 
 def test_groups_may_be_any_labels_in_any_order(golden):

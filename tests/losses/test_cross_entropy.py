@@ -101,6 +101,7 @@ def test_the_loss_is_a_sum_and_its_weight_the_mask():
     term = out.terms["cross_entropy"]
     np.testing.assert_allclose(term.total, _plain(hidden, kernel, targets, mask), rtol=1e-12)
     np.testing.assert_allclose(term.weight, mask.astype(jnp.float64).sum(), rtol=1e-12)
+    assert out.outputs["log_prob"].shape == out.outputs["weight"].shape == mask.shape[:1]
     np.testing.assert_allclose(out.outputs["log_prob"].sum(), -term.total, rtol=1e-12)
     np.testing.assert_allclose(out.outputs["weight"][1], 0)
     with pytest.raises(ValueError, match="'tokens', 'rows'"):
