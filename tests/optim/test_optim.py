@@ -185,10 +185,15 @@ def test_muon_of_one_matrix_is_optaxs():
     np.testing.assert_allclose(a["w"], b["w"], rtol=1e-12)
 
 
-def test_adafactor_without_decay_is_optaxs():
-    params = {"w": jax.random.normal(jax.random.key(1), [130, 140]), "b": jnp.ones(7)}
-    ours = make_optimizer("adafactor", learning_rate=0.1, decay_rate=0.6)
-    theirs = optax.adafactor(0.1, decay_rate=0.6)
+@pytest.mark.parametrize(
+    "own", [{"decay_rate": 0.6}, {"clipping_threshold": None, "scale_by_parameter": False}], ids=str
+)
+def test_adafactor_without_decay_is_optaxs(own):
+    params = {"w": jax.random.normal(jax.random.key(1), [13, 14]), "b": jnp.ones(7)}
+    own = own | {"min_dim_size_to_factor": 8}
+    ours = make_optimizer("adafactor", learning_rate=0.1, **own)
+    renamed = {"scale_by_parameter": "multiply_by_parameter_scale"}
+    theirs = optax.adafactor(0.1, **{renamed.get(name, name): value for name, value in own.items()})
     states = [ours.init(params), theirs.init(params)]
     for step in range(3):
         grads = jax.tree.map(lambda x, step=step: jnp.sin(x + step), params)

@@ -129,6 +129,7 @@ def test_float32_keeps_its_digits_early_in_a_long_warmup_and_late_in_a_cosine():
     [
         ("cosin", {}, "unknown learning-rate schedule 'cosin'; did you mean 'cosine'?"),
         ("cosine", dict(power=2), "lr_schedule('cosine') does not take 'power'; choose from clamp, cycles"),
+        ("cosine_restarts", dict(cycles=1.5), "cycles=1.5 must be a whole number of falls; use 2"),
         ("wsd", dict(decay=3, tial="linear"), "does not take 'tial'; did you mean 'tail'?"),
         ("wsd", dict(decay=3, tail="cosin"), "unknown tail 'cosin'; did you mean 'cosine'?"),
         ("linear", dict(total=None), "its decay needs an end; give the length of the run as total"),
