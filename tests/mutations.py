@@ -2514,6 +2514,13 @@ MUTATIONS = (
         "if True:",
         "metrics/test_metrics.py::test_plot_policy_draws_every_run_and_those_that_were_not_evaluated",
     ),
+    Mutation(
+        "a_single_nan_is_not_found",
+        "guard/locate.py",
+        "jnp.stack([jnp.all(jnp.isfinite(leaf))",
+        "jnp.stack([jnp.any(jnp.isfinite(leaf))",
+        "guard/test_locate.py::test_one_number_among_all_is_enough",
+    ),
     # files of Hugging Face
     Mutation(
         "positions_of_types_of_layers_ignored",

@@ -71,6 +71,12 @@ def test_embed_and_head_are_named():
     assert first_nonfinite(MODEL, params(head=np.float32(np.inf)), MICROBATCH) == Place("head")
 
 
+def test_one_number_among_all_is_enough():
+    table = np.ones((4, 3), np.float32)
+    table[2, 1] = np.inf
+    assert first_nonfinite(MODEL, params(embed=table), MICROBATCH) == Place("embed")
+
+
 @pytest.mark.parametrize("number", [None, 2])
 def test_hidden_values_may_be_a_tree_with_integers(number):
     """Which have no gradient and are always finite."""

@@ -23,6 +23,7 @@ from jaxfb.metrics import (
     scalars,
 )
 from jaxfb.metrics.strict_json import strict_json
+from jaxfb.metrics.writers import check_writers
 from jaxfb.types import Last, Max, Sum
 
 
@@ -59,8 +60,12 @@ def test_jsonl_survives_a_kill_and_a_resume(tmp_path):
 def test_missing_extras_say_what_to_install(tmp_path, monkeypatch):
     for name, package in (("tensorboard", "tensorboardX"), ("wandb", "wandb")):
         monkeypatch.setitem(sys.modules, package, None)
-        with pytest.raises(ValueError, match=rf"pip install 'jaxfb\[{name}\]'"):
-            make_writers([name], tmp_path, {})
+        for use in (
+            lambda name=name: check_writers([name]),
+            lambda name=name: make_writers([name], tmp_path, {}),
+        ):
+            with pytest.raises(ValueError, match=rf"pip install 'jaxfb\[{name}\]'"):
+                use()
     with pytest.raises(ValueError, match="no writer 'tensorbord'; use one of tensorboard, wandb"):
         make_writers(["tensorbord"], tmp_path, {})
 
@@ -88,6 +93,7 @@ def test_extras_receive_the_same_records(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
     for resume in (None, 7):
         writer = make_writers(["tensorboard", "wandb"], tmp_path, {"a": 1}, resume)
         writer.write(8, {"loss": jnp.float32(2), "load": [1.0, float("nan")]})
@@ -96,6 +102,7 @@ def test_extras_receive_the_same_records(tmp_path, monkeypatch):
     assert read_jsonl(tmp_path / "metrics.jsonl")[-1]["load"] == [1.0, None]
     assert calls[-2:] == ["closed", "finished"]
     assert inits[0]["mode"] == "offline" and inits[0]["id"] == inits[1]["id"]
+    assert (inits[0]["project"], inits[0]["name"], inits[0]["config"]) == ("jaxfb", tmp_path.name, {"a": 1})
 
 
 def test_pending_is_one_step_behind():
