@@ -1,6 +1,6 @@
 """Marks the tests that `slow.txt` and `thorough.txt` list, one id a line.
 
-slow: `make test-fast` leaves them out; they compute for more than two seconds. Where other cases of the same test are
+slow: `make test-fast` leaves them out; they compute for a second or more. Where other cases of the same test are
   quick, a case may be marked in its file instead (`marks.py`).
 thorough: `make test` leaves them out too, `make test-all` runs them. They are further combinations of what other cases
   show, and take long to compile.
