@@ -2814,7 +2814,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_module_from_outside_ends_in_an_error_of_flax",
-        "forward_backward/loss.py",
+        "forward_backward/model_errors.py",
         '_FROM_OUTSIDE = "TraceContextError"',
         '_FROM_OUTSIDE = "Another"',
         "parallel/test_annotations.py::test_a_variable_that_the_loss_changes_must_be_its_own",

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfb.refusal import Refused, shown
+from jaxfb.forward_backward.model_errors import explained
+from jaxfb.refusal import Refused
 from jaxfb.types import CheckedLossFn, Last, LossFn, LossOutput, Max, Min, PyTree, Sum
-
-_OF_ONE_KEY = ("accepts a single key", "``rngs`` argument")
-"""How jax.random and Linen name an array of keys where they need one."""
-
-_FROM_OUTSIDE = "TraceContextError"
-"""What Flax raises where a trace changes a Variable that was made before it."""
-
-_OF_OTHER_AXES = re.compile(r"(?:spec=|axis: .* of )(P\(.*?\))(?: and mesh=| is not found in mesh)")
-"""How JAX refuses a sharding constraint over axes of which a device computes its own part, or that are none of the
-mesh, and the constraint."""
-
-_OF_ANOTHER_MESH = re.compile(r"Context mesh .* should match the mesh of sharding .* passed to")
-"""How JAX refuses to index an array that lies on the mesh, and that a function has from outside."""
 
 
 def checked(loss_fn: LossFn) -> CheckedLossFn:
@@ -37,75 +22,13 @@ def checked(loss_fn: LossFn) -> CheckedLossFn:
 
     def call(params, microbatch, rng) -> LossOutput:
         with jax.named_scope("loss"):
-            with _keys_of_rows(rng), _own_variables(), _constraints(), _own_arrays():
+            with explained(rng):
                 out = loss_fn(params, microbatch, rng)
             out = as_loss_output(out)
         _check_outputs(out.outputs, microbatch)
         return out
 
     return call
-
-
-@contextmanager
-def _keys_of_rows(rng: jax.Array | None) -> Iterator[None]:
-    """Refuses a function that takes `rng` for one key, with what is to be written instead."""
-    try:
-        yield
-    except ValueError as error:
-        if rng is None or not any(words in str(error) for words in _OF_ONE_KEY):
-            raise
-        raise Refused(
-            "rng must be taken as an array of keys, one for each row of the microbatch, so that dropout does not "
-            f"depend on how rows are cut, but the loss function takes it for one key ({shown(str(error))}); draw row "
-            "by row, jax.vmap(lambda row, key: ...)(microbatch, rng)"
-        ) from error
-
-
-@contextmanager
-def _own_variables() -> Iterator[None]:
-    """Refuses a function that changes a Variable of Flax NNX made outside of it, with what is to be written instead."""
-    try:
-        yield
-    except Exception as error:
-        if type(error).__name__ != _FROM_OUTSIDE:
-            raise
-        kind = re.search(r"Cannot mutate (\w+)", str(error))
-        raise Refused(
-            f"the loss function changes a {kind[1] if kind else 'Variable'} of NNX that was made outside of it, as a "
-            "BatchNorm and a Dropout do when they are called; put nnx.merge(graph, params, rest, copy=True) together "
-            "in the loss function"
-        ) from error
-
-
-@contextmanager
-def _constraints() -> Iterator[None]:
-    """Refuses a sharding constraint over an axis that is not "tensor", with what is to be written instead."""
-    try:
-        yield
-    except ValueError as error:
-        found = _OF_OTHER_AXES.search(str(error))
-        if found is None:
-            raise
-        raise Refused(
-            f"a sharding constraint in the model may name no axis but 'tensor', got {found[1]}, since a device is "
-            "given its own rows, tokens, experts and layers already; leave the other axes out, or map their logical "
-            "names to None in Flax's rules"
-        ) from error
-
-
-@contextmanager
-def _own_arrays() -> Iterator[None]:
-    """Refuses a function that indexes an array on the mesh from outside of it, with what is to be written instead."""
-    try:
-        yield
-    except ValueError as error:
-        if not _OF_ANOTHER_MESH.search(str(error)):
-            raise
-        raise Refused(
-            "the model indexes an array that it has from outside and that lies on a mesh, such as the embedding of a "
-            "frozen teacher, which JAX refuses here; make it a part of the parameters, and name those that are trained "
-            'in trainable=["student"], or close over jnp.asarray(jax.device_get(array))'
-        ) from error
 
 
 def as_loss_output(out: Any) -> LossOutput:
