@@ -92,9 +92,15 @@ class Registry(Generic[Part]):
         return name
 
     def _unknown(self, name: object) -> Refused:
-        text = name if isinstance(name, str) and len(name) < 100 else ""
-        near = difflib.get_close_matches(text.lower().replace("-", "_"), self.names, n=1, cutoff=0.0)
         known = ", ".join(self.names)
+        if not isinstance(name, str):
+            path = path_of(name)
+            rule = f"[{self.what}] unknown {self.what} {shown(name)}, which must be a name"
+            if path is None:
+                return Refused(f"{rule}: one of {known}, or your own as {OWN}")
+            return Refused(f"{rule}; use {path!r} (known: {known})", [{self.what: path}])
+        text = name[:100].lower().replace("-", "_")
+        near = difflib.get_close_matches(text, self.names, n=1, cutoff=0.0)
         return Refused(
             f"[{self.what}] unknown {self.what} {shown(name)}; use {near[0]!r} (known: {known}), or your own as {OWN}",
             [{self.what: near[0]}],
@@ -129,6 +135,18 @@ def load_plugins(modules: Iterable[str]) -> None:
                 f"[plugins] {shown(module)} must be the name of a module, such as 'my_package.parts'"
             )
         _import_own(module, "plugins", module)
+
+
+def path_of(part: Any) -> str | None:
+    """Returns "module:attribute" of a function or class, None of what cannot be found by such a path."""
+    module, attribute = getattr(part, "__module__", None), getattr(part, "__qualname__", None)
+    if not (isinstance(module, str) and isinstance(attribute, str) and module in sys.modules):
+        return None
+    try:
+        found = operator.attrgetter(attribute)(sys.modules[module])
+    except AttributeError:  # made in another function
+        return None
+    return f"{module}:{attribute}" if found is part else None
 
 
 def attribute_of(module: str, attribute: str) -> Any:

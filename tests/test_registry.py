@@ -22,6 +22,27 @@ def test_a_name_is_looked_up_or_refused_with_the_nearest():
         parts[None]
 
 
+def later(num_stages, num_microbatches, num_chunks):
+    return make("1f1b", num_stages, num_microbatches, num_chunks)
+
+
+def test_a_function_where_a_name_is_expected_is_refused_with_the_name_that_it_has():
+    """The sentence offered 'zero_bubble', the nearest to an empty text."""
+    with pytest.raises(ValueError, match=rf"must be a name; use '{__name__}:later'") as refusal:
+        make(later, 2, 4)
+    (choice,) = refusal.value.choices
+    assert make(**choice, num_stages=2, num_microbatches=4).num_microbatches == 4
+
+
+@pytest.mark.parametrize(
+    "name", [None, 3, lambda *sizes: make("1f1b", *sizes)], ids=["none", "number", "lambda"]
+)
+def test_what_no_name_stands_for_is_refused_without_a_nearest_one(name):
+    with pytest.raises(ValueError, match="must be a name: one of .*1f1b.* or your own as") as refusal:
+        make(name, 2, 4)
+    assert not refusal.value.choices and "use '" not in str(refusal.value)
+
+
 @pytest.mark.parametrize(
     "path, wanted",
     [
