@@ -80,8 +80,9 @@ def _choices(given: Mapping[str, Any]) -> list[dict[str, Any]]:
     rows, per_replica, count = (given[name] for name in SIZES)
     parts = given["data_parallel"] * (per_replica or count)
     only_more_rows = not count and rows < parts and len(alone) == 1
-    if given["remainder"] == "error" and rows and rows > parts and solve({**given, "remainder": "pad"}):
-        alone.append({"remainder": "pad"})
+    # a smaller cut suits few rows better, if there is one
+    if given["remainder"] == "error" and rows and (rows > parts or not _cut_alone(given)):
+        alone += [{"remainder": "pad"}] if solve({**given, "remainder": "pad"}) else []
     return alone if alone and not only_more_rows else alone + _pairs(given)
 
 

@@ -161,6 +161,10 @@ REFUSED = [
         "use rows=640, or rows_per_microbatch=8",
     ),
     (
+        dict(purpose="eval", rows=6, rows_per_microbatch=1, data_parallel=8),
+        '[eval] one microbatch is dp 8 × 1 = 8 rows but the batch has 6; use rows=8, or remainder="pad"',
+    ),
+    (
         dict(rows=48, num_microbatches=6, multiple_of=4),
         "[train] 6 microbatches is not a multiple of multiple_of 4; use 4 or 8",
     ),
