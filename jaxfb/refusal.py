@@ -219,11 +219,18 @@ def instance(
 
 def text(name: str, value: Any, *, who: str = "") -> str:
     """Returns `value` if it is a string that can be written in UTF-8, which a half of a surrogate pair cannot."""
+    if not isinstance(value, str):
+        refuse(name, value, "a string", who=who)
     with contextlib.suppress(UnicodeEncodeError):
-        if isinstance(value, str):
-            value.encode()
-            return value
-    refuse(name, value, "text in UTF-8" if isinstance(value, str) else "a string", who=who)
+        value.encode()
+        return value
+    with contextlib.suppress(UnicodeError):
+        value.encode(errors="surrogateescape").decode()
+        raise Refused(
+            f"{_prefix(who)}{name} must be text in UTF-8, got {shown(value)}, whose bytes Python read as ASCII "
+            "(with PYTHONUTF8=1 it reads UTF-8)"
+        )
+    refuse(name, value, "text in UTF-8", who=who)
 
 
 def is_several(value: Any) -> bool:

@@ -117,3 +117,12 @@ def test_a_misspelt_keyword_names_the_one_that_is_meant(call, given, near):
 
 def test_what_the_axes_are_called_for_short_is_the_same_in_a_program_and_in_a_config():
     assert {f"mesh.{short}": f"mesh.{axis}" for short, axis in SHORT.items()} == ALIASES
+
+
+def test_text_that_python_read_as_ascii_is_told_from_text_that_is_none():
+    """Under PYTHONUTF8=0 LC_ALL=C an argument such as "café" was said to be no UTF-8, which it is."""
+    read = "café".encode().decode("ascii", errors="surrogateescape")
+    with pytest.raises(ValueError, match=r"x must be text in UTF-8, got .*read as ASCII \(with PYTHONUTF8=1"):
+        refusal.text("x", read)
+    with pytest.raises(ValueError, match=r"x must be text in UTF-8, got 'caf.udce9'$"):
+        refusal.text("x", "caf\udce9")
