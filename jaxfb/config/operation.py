@@ -83,8 +83,8 @@ class HostsConfig:
     local_devices: ids of this process's accelerators; null: all, or one each where a host runs several.
     timeout:       seconds to wait for other processes: until they join, agree, or have read the text.
     lost_after:    seconds without a sign of life after which a process counts as lost and the others end.
-    stuck_after:   seconds in one and the same step (a compilation, an update, one batch of an evaluation, a save, a
-      callback) after which the job ends with exit code 76, even a job of one process. null: never.
+    stuck_after:   seconds in one and the same step (a compilation, an update, one batch of an evaluation, one reward, a
+      save, a callback) after which the job ends with exit code 76, even a job of one process. null: never.
     """
 
     coordinator: str | None = None

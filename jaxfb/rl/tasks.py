@@ -18,6 +18,7 @@ import numpy as np
 from jaxfb.config.policy import each_once
 from jaxfb.data.chat import Chat, Message
 from jaxfb.data.conversations import ROLES
+from jaxfb.process.position import here
 from jaxfb.refusal import Refused, choice, function, refuse, shown, text
 
 LISTED = 200_000
@@ -128,6 +129,7 @@ def _judged(task: Task, name: str, problem: Problem, response: Response) -> Any:
             f"{_short(problem.prompt)} and response {_short(response)}; catch it there and return "
             f"{'0.0' if name == 'reward' else 'False'} for a response that cannot be judged"
         ) from error
+    here.tick()  # a rollout has many, each of which may take long
     if _asked(problem) != before:
         raise BadJudgement(
             f"[task] {name} changed the messages of the prompt {_short(problem.prompt)}, from which later rollouts "

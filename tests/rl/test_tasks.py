@@ -4,8 +4,16 @@ import numpy as np
 import pytest
 
 from jaxfb.config.policy import TaskConfig
+from jaxfb.process.position import here
 from jaxfb.rl.experience import on_last_token
-from jaxfb.rl.tasks import LISTED, Arithmetic, Problem
+from jaxfb.rl.tasks import (
+    LISTED,
+    Arithmetic,
+    Problem,
+    Response,
+    checked_correct,
+    checked_reward,
+)
 
 
 def test_arithmetic_is_right_and_held_out_problems_are_apart():
@@ -37,3 +45,13 @@ def test_the_reward_of_a_row_is_on_its_last_counted_token():
     mask = np.array([[0, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
     rewards = on_last_token(np.array([2.0, 3.0, 5.0]), mask)
     np.testing.assert_array_equal(rewards, [[0, 0, 2, 0], [3, 0, 0, 0], [0, 0, 0, 0]])
+
+
+def test_each_reward_is_progress_to_the_check_for_hung_processes():
+    """A rollout of many slow rewards was taken for one step that hangs, and so again after each restart."""
+    task = Arithmetic(1, "+", 10)
+    before = here.ticks
+    checked_reward(task, task.train[0], Response.of("1", np.array([49]), False))
+    assert here.ticks == before + 1
+    checked_correct(task, task.train[0], Response.of("1", np.array([49]), False))
+    assert here.ticks == before + 2
