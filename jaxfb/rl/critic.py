@@ -6,6 +6,7 @@ It is updated on the same rows as the policy, through the same engine, by its ow
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -24,6 +25,7 @@ from jaxfb.rl.rows import Rows, cut
 from jaxfb.rl.start import Base, check_packing
 from jaxfb.training.from_config.dtypes import param_dtype
 from jaxfb.training.from_config.options import step_options
+from jaxfb.training.guard import SkipGuard
 from jaxfb.types import Pipelined
 from jaxfb.update.train_state import TrainState
 from jaxfb.update.train_step import make_train_step
@@ -35,7 +37,8 @@ SEED = 1  # folded into the run's, so that a random critic is not the random pol
 class Critic:
     """A value model, its state, and its update. `plan`: of purpose "critic", the rows of an update.
 
-    It has no adapters, whatever the policy has: all of it is trained.
+    It has no adapters, whatever the policy has: all of it is trained. say: receives a sentence for each of its updates
+    that is skipped; the work sets it.
     """
 
     def __init__(self, base: Base[RLConfig], plan: BatchPlan):
@@ -57,6 +60,7 @@ class Critic:
         )
         self.forward_model = value_fn(self._model)
         self.state: TrainState = None  # type: ignore[assignment]
+        self.say: Callable[[str], None] = print
 
     def start(self, policy: PyTree, seed: int) -> None:
         """Makes a fresh state: the policy's layers, or random ones; the head is zero either way."""
@@ -66,11 +70,18 @@ class Critic:
         else:
             self.state = self.step.init(self._random, key)
 
-    def update(self, rows: Rows) -> dict[str, Any]:
-        """Runs one update on the rows of the policy's update, cut by the critic's plan; returns its numbers by name."""
+    def update(self, number: int, rows: Rows) -> dict[str, Any]:
+        """Runs one update on the rows of the policy's update `number` (from 0), cut by the critic's plan.
+
+        Returns:
+          Its numbers by name.
+        Raises:
+          NonFiniteAbort: as many updates in a row as `run.max_nonfinite` were not finite.
+        """
         batch, _ = cut(rows, self.plan)
         self.state, metrics = self.step(self.state, batch)
         metrics = jax.device_get(metrics)
+        self._skips.check(number + 1, metrics)
         # of a model with experts some are arrays, such as the load of each expert of each layer
         named = scalars(metrics.metrics) | arrays(metrics.metrics)
         found = {f"critic/{name}": value for name, value in named.items()}
@@ -83,6 +94,11 @@ class Critic:
 
     def _random(self, key: jax.Array) -> PyTree:
         return critic_params(init_params(self._sizes, key, param_dtype(self._base.config)))
+
+    @cached_property
+    def _skips(self) -> SkipGuard:
+        params = jax.eval_shape(self._random, jax.random.key(0))
+        return SkipGuard.of(self._base.config, params, lambda text: self.say(text), "the critic")
 
     @cached_property
     def _sizes(self) -> TransformerConfig:

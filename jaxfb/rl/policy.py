@@ -78,6 +78,8 @@ class PolicyWork(PostTraining):
         self._record: dict[str, float] = {}
         reward = self._config.reward
         self._kl = AdaptiveKL(reward.kl_coef, reward.target or 1.0, reward.horizon)
+        if self.critic:
+            self.critic.say = lambda text: self.say(text)
 
     def tables(self) -> Iterable[tuple[str, Iterable[tuple[str, Any]]]]:
         yield "chat", self.base.chat.table()
@@ -112,7 +114,7 @@ class PolicyWork(PostTraining):
         metrics, parts = self.apply(self.step, batch)
         metrics = jax.device_get(metrics)
         self._check_weight(metrics, rows)
-        more = self.critic.update(rows) if self.critic else {}
+        more = self.critic.update(number, rows) if self.critic else {}
         seconds, tokens = time.monotonic() - began, int((rows["segments"] > 0).sum())
         speed = {"update_seconds": seconds, "tokens_per_second": tokens / seconds, "tokens": tokens}
         counted = {"rollout": which.rollout, "epoch": which.epoch, "padding_fraction": padding}

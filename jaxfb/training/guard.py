@@ -46,42 +46,55 @@ class SkipGuard:
     limit:   end the run after so many failed updates in a row; None never does.
     patient: do not count gradients that overflow while a dynamic loss scale can still go down.
     params:  anything with the tree structure of the parameters, for the names.
+    of:      what the updates are of, in words, where it is not the model that is trained.
 
     failed: updates in a row, up to the latest, that were not finite; while it is not 0 nothing is to be saved.
     """
 
-    def __init__(self, limit: int | None, params: Any, say: Callable[[str], None], patient: bool = False):
+    def __init__(
+        self,
+        limit: int | None,
+        params: Any,
+        say: Callable[[str], None],
+        patient: bool = False,
+        of: str = "",
+    ):
         self._limit, self._params, self._say, self._patient = limit, params, say, patient
+        self._of = f" of {of}" if of else ""
         self._in_a_row = self.failed = 0
 
     @classmethod
-    def of(cls, config: Any, params: Any, say: Callable[[str], None]) -> SkipGuard:
+    def of(cls, config: Any, params: Any, say: Callable[[str], None], of: str = "") -> SkipGuard:
         """Returns the guard that a config asks for."""
-        return cls(config.run.max_nonfinite, params, say, isinstance(loss_scale(config), DynamicLossScale))
+        patient = isinstance(loss_scale(config), DynamicLossScale)
+        return cls(config.run.max_nonfinite, params, say, patient, of)
 
     def check(self, step: int, metrics: StepMetrics) -> None:
         """Reports a skipped update; raises NonFiniteAbort at the limit. Metrics are on the host."""
         causes = metrics.nonfinite_causes(self._params)
         if not causes:
             if metrics.skipped and not metrics.spike:
-                self._say(f"update {step} skipped: its loss mask is zero, so no token counts")
+                self._say(f"update {step}{self._of} skipped: its loss mask is zero, so no token counts")
             else:
                 self._in_a_row = self.failed = 0
         elif self._patient and metrics.loss_scale > 1 and "parameters" not in causes:
             # Gradients alone may overflow, and the next scale is lower; a loss that does is a sign of more.
             self.failed += "loss" in causes
-            self._say(f"update {step} skipped: overflow at loss scale {float(metrics.loss_scale):g}")
+            self._say(
+                f"update {step}{self._of} skipped: overflow at loss scale {float(metrics.loss_scale):g}"
+            )
         else:
             self._count(step, metrics, described(causes))
 
     def _count(self, step: int, metrics: StepMetrics, what: str) -> None:
         self._in_a_row, self.failed = self._in_a_row + 1, self.failed + 1
         self._say(
-            f"update {step} skipped: loss {float(metrics.loss):.4g}, not finite in {what}; {self._in_a_row} in a row"
+            f"update {step}{self._of} skipped: loss {float(metrics.loss):.4g}, not finite in {what}; "
+            f"{self._in_a_row} in a row"
         )
         if self._in_a_row == self._limit:
             raise NonFiniteAbort(
-                f"[train] {self._in_a_row} updates in a row, up to update {step}, were not finite in {what}"
+                f"[train] {self._in_a_row} updates{self._of} in a row, up to update {step}, were not finite in {what}"
             )
 
 

@@ -61,3 +61,12 @@ def test_the_limit_of_failed_updates_in_a_row_ends_the_run():
         guard.check(6, BAD)
     for number in range(100):
         never.check(number, BAD)
+
+
+def test_what_is_told_of_another_model_than_the_trained_one_names_it():
+    said, guard = [], SkipGuard(2, {"w": 0}, lambda text: said.append(text), of="the critic")
+    guard.check(1, NO_TOKENS)
+    with pytest.raises(NonFiniteAbort, match="2 updates of the critic in a row, up to update 3"):
+        for number in (2, 3):
+            guard.check(number, BAD)
+    assert all(f"update {number} of the critic skipped" in said[number - 1] for number in (1, 2, 3))

@@ -10,9 +10,13 @@ from jaxfb.config import RLConfig
 from jaxfb.config.load import config_from_dict
 from jaxfb.losses.advantages import grpo
 from jaxfb.rl import post_train
+from jaxfb.rl.experience import Experience, Models
 from jaxfb.rl.policy import make_policy_work
+from jaxfb.rl.sampler import Responses, Sampler
 from jaxfb.rl.tasks import Arithmetic, Problem
-from jaxfb.update.train_step import StepMetrics
+from jaxfb.training.guard import NonFiniteAbort
+from jaxfb.update.train_state import NonFinite
+from jaxfb.update.train_step import StepMetrics, make_train_step
 
 TINY = {
     "model": {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "mlp_size": 16, "tied_embeddings": True},
@@ -296,20 +300,87 @@ def test_a_response_that_ends_exactly_at_the_limit_is_not_counted_as_cut():
     assert numbers["response_length_max"] == 3
 
 
+ROWS = {name: np.ones((8, 8), np.int32) for name in ("tokens", "segments")}
+
+
+def step_metrics(critic, failed=False, **given):
+    """Makes metrics of an update of a critic; failed: its gradients were not finite."""
+    fine = np.zeros(len(jax.tree.leaves(critic.abstract_state().params)), bool)
+    zeros = dict.fromkeys((field.name for field in dataclasses.fields(StepMetrics)), 0.0)
+    return StepMetrics(**{**zeros, "nonfinite": NonFinite(False, fine | failed, fine, fine), **given})
+
+
 EXPERTS = {"model": {"num_experts": 2, "experts_per_token": 1, "expert_mlp_size": 8}}
 
 
 def test_a_critic_with_experts_records_their_load_as_the_policy_does(tmp_path, monkeypatch):
     """The update itself is left out, which would be compiled for this; the slow test below makes one."""
     critic = make_policy_work(config(tmp_path, PPO, EXPERTS), Evens(1, "+", 10)).critic
-    zeros = StepMetrics(**dict.fromkeys((field.name for field in dataclasses.fields(StepMetrics)), 0.0))
     given = {"value": np.float64(0.5), "expert_load": np.array([[1.5, 0.5], [1.0, 1.0]])}
-    metrics = dataclasses.replace(zeros, metrics=given)
+    metrics = step_metrics(critic, metrics=given)
     monkeypatch.setattr(critic, "step", lambda state, batch: (state, metrics))
-    record = critic.update({name: np.ones((8, 8), np.int32) for name in ("tokens", "segments")})
+    record = critic.update(0, ROWS)
     assert record["critic/value"] == 0.5
     assert record["critic/expert_load"] == [[1.5, 0.5], [1.0, 1.0]]
     assert (record["critic/expert_load/min"], record["critic/expert_load/max"]) == (0.5, 1.5)
+
+
+def test_a_run_ends_whose_critic_is_never_updated(tmp_path, monkeypatch):
+    """Its policy went on, on advantages of a critic that never learnt."""
+    work = make_policy_work(config(tmp_path, PPO, run={"max_nonfinite": 3}), Evens(1, "+", 10))
+    heard, metrics = [], step_metrics(work.critic, failed=True, metrics={}, skipped=True)
+    monkeypatch.setattr(work.critic, "step", lambda state, batch: (state, metrics))
+    work.say = heard.append
+    assert work.critic.update(0, ROWS)["critic/skipped"]
+    work.critic.update(1, ROWS)
+    with pytest.raises(NonFiniteAbort, match="3 updates of the critic in a row, up to update 3"):
+        work.critic.update(2, ROWS)
+    assert [text.split(":")[0] for text in heard] == [f"update {n} of the critic skipped" for n in (1, 2, 3)]
+
+
+def test_the_gradients_of_a_critic_are_clipped_to_its_own_norm(tmp_path, monkeypatch):
+    """The step is only made here, not compiled."""
+    given = {}
+
+    def make(*arguments, **options):
+        given.update(options)
+        return make_train_step(*arguments, **options)
+
+    monkeypatch.setattr("jaxfb.rl.critic.make_train_step", make)
+    for norm in (0.25, None):
+        changes = {"critic": {"max_grad_norm": norm}, "optimizer": {"max_grad_norm": 3.0}}
+        make_policy_work(config(tmp_path, PPO, changes), Evens(1, "+", 10))
+        assert given["max_grad_norm"] == norm
+
+
+class Lengths(Evens):
+    """Rewards a response by its length."""
+
+    def reward(self, problem: Problem, response: str) -> float:
+        return float(len(response.ids))
+
+
+def test_the_baseline_of_remax_is_the_reward_of_the_greedy_response(tmp_path, monkeypatch):
+    settings = config(tmp_path, advantage={"name": "remax"}, policy={"kl_coef": 0.0})
+    work = make_policy_work(settings, Lengths(1, "+", 10))
+
+    def sampled(self, placed, prompts, key, greedy=False):
+        rows = np.arange(len(prompts))
+        lengths = np.where(greedy, 1 + rows // 4, 4 - rows % 2)  # of prompts of four rows each
+        assert (key is None) == greedy
+        ids = [np.full(length, 65, np.int32) for length in lengths]
+        return Responses(ids, [np.zeros(length) for length in lengths], np.zeros(len(rows), bool))
+
+    monkeypatch.setattr(Sampler, "place", lambda self, params: params)
+    monkeypatch.setattr(Sampler, "__call__", sampled)
+    monkeypatch.setattr(
+        Experience, "_pass", lambda self, purpose, params, rows: np.zeros(rows["tokens"].shape)
+    )
+    rollout = work.experience.rollout(0, Models({}, None, None), work._kl)
+    rows, mask = np.arange(16), rollout.rows["loss_mask"] > 0
+    wanted = (4 - rows % 2) - (1 + rows // 4)
+    np.testing.assert_array_equal(rollout.rows["advantages"], np.where(mask, wanted[:, None], 0))
+    assert rollout.record["reward"] == 3.5  # of what was sampled
 
 
 @pytest.mark.slow
