@@ -33,7 +33,8 @@ def planned(base: Any, make: Callable[[Any], T]) -> T:
     base: a dataclass with `config` and `mesh`, such as `jaxfb.rl.start.Base`.
 
     Raises:
-      PlanError: that of `make`; its `choices` are {dotted key: value}, each of which makes the config legal.
+      PlanError: that of `make`; its `choices` are {dotted key: value}, each of which makes the config legal or, where
+        more of it is wrong, leads to the refusal of something else.
     """
     try:
         return make(base)
@@ -42,6 +43,8 @@ def planned(base: Any, make: Callable[[Any], T]) -> T:
         legal = [choice for choice in direct if _accepts(make, base, choice)]
         if not legal:
             legal = list(islice((c for c in _other_cuts(base) if _accepts(make, base, c)), 2))
+        if not legal:
+            legal = [choice for choice in direct if _puts_right(make, base, choice, error)]
         reason = str(error).partition("; use ")[0]
         raise PlanError(reason + _words(legal[:MOST]), legal[:MOST]) from None
 
@@ -69,14 +72,34 @@ def _accepts(make: Callable[[Any], Any], base: Any, choice: Mapping[str, Any]) -
     return True
 
 
+def _puts_right(make: Callable[[Any], Any], base: Any, choice: Mapping[str, Any], error: PlanError) -> bool:
+    """Returns whether another cut of a pass leads to the refusal of something else; sizes may make more wrong."""
+    if not all(key.startswith("plans.") for key in choice):
+        return False
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            make(replace(base, config=changed(base.config, choice)))
+    except PlanError as other:
+        return _who(other) != _who(error)
+    except ValueError:
+        return False
+    return True
+
+
+def _who(error: PlanError) -> str:
+    """Returns the purpose, or the section, whose refusal it is; "" where it names none."""
+    found = re.match(r"\[(\w+)\]", str(error))
+    return found[1] if found else ""
+
+
 def _in_config(config: Any, error: PlanError, choice: Mapping[str, Any]) -> dict[str, Any] | None:
     """Translates a plan's choice into keys of the config; None where the config has no such key.
 
     The plans of a choice are left out: a config's are made anew from its sizes.
     """
-    who = re.match(r"\[(\w+)\]", str(error))
     changes = {name: value for name, value in choice.items() if name != "plans"}
-    keyed = {name: _key(config, who[1] if who else "", name) for name in changes}
+    keyed = {name: _key(config, _who(error), name) for name in changes}
     found = {key: changes[name] for name, key in keyed.items() if key is not None}
     return found if found and None not in keyed.values() else None
 

@@ -100,6 +100,17 @@ def test_advice_names_keys_of_the_config_and_is_itself_accepted(changes, message
         assert plan_of(changed(config, choice)).train.rows > 0
 
 
+def test_of_two_wrong_cuts_each_refusal_gives_a_way_out_of_its_own():
+    """The sentences ended without any, since no one change makes such a config legal."""
+    plans = {"train": {"rows_per_microbatch": 3}, "logprob_old": {"num_microbatches": 99}}
+    config = changed(with_(), {"plans": {**config_to_dict(with_())["plans"], **plans}})
+    for purpose in plans:
+        with pytest.raises(PlanError, match=rf"\[{purpose}\] .*; use plans.{purpose}.") as refusal:
+            plan_of(config)
+        config = changed(config, refusal.value.choices[0])
+    assert plan_of(config).train.rows > 0
+
+
 DROPS = {"model": {"dropout": 0.1}}
 PACKED = {"max_tokens_per_microbatch": 64, "packing": True}
 
