@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from jaxfb.process.exit_codes import DONE, FAULTY, GAVE_UP, LOST, REFUSED, RESUMABLE, UNWRITTEN
 from jaxfb.process.launcher import Connection
@@ -44,6 +45,7 @@ class Supervisor:
     healthy:   seconds after which a start counts as successful, so that restarts are counted from zero again.
     stopping:  seconds that the others get once one has ended badly. ending: the same, once one has ended with 0.
     report:    receives a sentence for each restart.
+    config:    a file that each start reads; that it was changed is reported.
     """
 
     command: Command
@@ -53,6 +55,7 @@ class Supervisor:
     stopping: float = STOPPING
     ending: float = AFTER_THE_END
     report: Callable[[str], None] = field(default=lambda text: _print(text))
+    config: Path | None = None
 
     def run(self) -> int:
         """Returns the exit code of the job: 0 only if every process of the last start ended with 0.
@@ -73,7 +76,7 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _supervise(self) -> int:
-        failures, begun = 0, False
+        failures, begun, config = 0, False, _content(self.config)
         while True:
             started = time.monotonic()
             code = self._run_once(begun)
@@ -92,6 +95,11 @@ class Supervisor:
                 f"(restart {failures} of {self.restarts})"
             )
             self._sleep(wait)
+            if (now := _content(self.config)) != config:
+                config = now
+                self.report(
+                    f"jaxfb: [launch] {self.config} was changed since the last start, and this one reads it again"
+                )
             if self._signalled:
                 self.report(f"jaxfb: [launch] {_signal_name(self._signalled)}: the job is not started again")
                 return RESUMABLE
@@ -159,6 +167,18 @@ class Supervisor:
         end = time.monotonic() + seconds
         while time.monotonic() < end and not self._signalled:
             time.sleep(0.05)
+
+
+def _content(path: Path | None) -> bytes | None:
+    """Returns what a file holds, None where it cannot be read."""
+    with contextlib.suppress(OSError):
+        return path.read_bytes() if path else None
+    return None
+
+
+def config_of(arguments: Sequence[str]) -> Path | None:
+    """Returns the file of the config in the arguments of a job; None where they name a run, or a config by name."""
+    return next((Path(word) for word in arguments[1:] if os.path.isfile(word)), None)
 
 
 def job_command(arguments: Sequence[str], python: str = sys.executable) -> Command:

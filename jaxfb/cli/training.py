@@ -42,7 +42,7 @@ def train(options) -> int:
 
 def launch(options) -> int:
     """Starts the processes of a job and restarts them; returns the exit code."""
-    from jaxfb.cli.supervisor import Supervisor, job_command
+    from jaxfb.cli.supervisor import Supervisor, config_of, job_command
 
     for name, least in (("processes", 1), ("restarts", 0)):
         if getattr(options, name) < least:
@@ -53,7 +53,8 @@ def launch(options) -> int:
         raise Refused(
             f"[launch] runs one of {', '.join(LAUNCHED)}, got {given}; use: jaxfb launch train CONFIG"
         )
-    return Supervisor(job_command(command), options.processes, options.restarts).run()
+    job = job_command(command)
+    return Supervisor(job, options.processes, options.restarts, config=config_of(command)).run()
 
 
 def _check_open_files() -> None:

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from jaxfb.cli.options import parse
-from jaxfb.cli.supervisor import Supervisor, job_command
+from jaxfb.cli.supervisor import Supervisor, config_of, job_command
 
 # a process that ends with the codes of a file, one a start: "0", "76", "-9" (kills itself), "sleep"; before its run
 # has begun where it is "early:76"
@@ -105,6 +105,25 @@ def test_a_launcher_whose_output_nobody_reads_starts_the_job_again_all_the_same(
         assert Supervisor(lambda *_: (line, {}), restarts=2).run() == 76
         os.dup2(os.open(os.devnull, os.O_WRONLY), writer)
     assert (tmp_path / "starts").read_text() == "\n" * 3
+
+
+def test_a_config_that_was_changed_between_two_starts_is_named(tmp_path, monkeypatch):
+    """Each start reads it, so that an edit for the next run led the job elsewhere without a word."""
+    monkeypatch.setattr("jaxfb.cli.supervisor.FIRST_WAIT", 0.01)
+    config, said = tmp_path / "own.yaml", []
+    config.write_text("run: {}")
+    line = [
+        "sh",
+        "-c",
+        f"echo >> {tmp_path}/starts; [ $(wc -l < {tmp_path}/starts) = 2 ] && echo >> {config}; exit 76",
+    ]
+    assert config_of(["train", "--resume", str(config), "run.dir=a"]) == config
+    assert config_of(["train", "quickstart"]) is None
+    Supervisor(lambda *_: (line, {}), restarts=3, report=said.append, config=config).run()
+    (named,) = [
+        number for number, text in enumerate(said) if "own.yaml was changed since the last start" in text
+    ]
+    assert "restart 2 of 3" in said[named - 1]
 
 
 def test_a_start_that_ran_long_enough_counts_restarts_from_zero(job):
