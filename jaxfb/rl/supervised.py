@@ -103,12 +103,13 @@ class SupervisedWork(PostTraining):
 
     def check_resume(self, record: Mapping[str, Any], allow_changes: bool) -> None:
         saved = record["plan"]
-        if not allow_changes:
-            self.check_same_text(saved)
         mine = {name: self.to_dict()[name] for name in ("seed", "dataset_rows")}
         before = {**saved["plans"]["train"], **{name: saved[name] for name in mine}}
+        # first, since nothing allows it: the other refusal offers to allow other rows
         if difference := explain_difference(before, self.plan.train, **mine):
             raise Refused(difference)
+        if not allow_changes:
+            self.check_same_text(saved)
 
     def restore(self, state: PyTree, record: Mapping[str, Any], allow_changes: bool) -> None:
         self.train_state = TrainState(**state)

@@ -16,6 +16,7 @@ from jaxfb.callbacks import callback
 from jaxfb.checkpoint.store import CheckpointStore
 from jaxfb.cli.commands import main
 from jaxfb.config import config_to_dict
+from jaxfb.config.load import config_from_dict
 from jaxfb.metrics import read_jsonl
 from jaxfb.rl.preference import make_preference_work
 from jaxfb.rl.supervised import make_supervised_work
@@ -108,6 +109,28 @@ def test_another_meaning_is_refused_and_no_file_is_changed(template, stopped, tm
     assert main(["sft", str(stopped), "--resume", f"conversations.path={moved}", "batch.updates=1"]) == 0
     assert "batch.updates: 2 -> 1" in capsys.readouterr().out
     assert (stopped / "config.until-0.yaml").is_file()
+
+
+def test_other_conversations_may_be_allowed_but_not_another_number_of_them(tmp_path, monkeypatch):
+    """The refusal of more rows offered --allow-changes, with which they were refused again."""
+    monkeypatch.chdir(tmp_path)
+    section = {"held_out_fraction": 0.0, "sequence_length": 48, "template": "plain"}
+
+    def work(numbers):
+        conversations(tmp_path / "data.jsonl", numbers)
+        values = {**CONFIG, "conversations": {**section, "path": "data.jsonl"}, "run": {"dir": "run"}}
+        return make_supervised_work(config_from_dict(values))
+
+    record = {"plan": work(range(8)).to_dict()}
+    work(range(8)).check_resume(record, False)
+    with pytest.raises(ValueError, match="trained on other rows .* or --allow-changes to continue anyway"):
+        work(range(8, 16)).check_resume(record, False)
+    work(range(8, 16)).check_resume(record, True)
+    more = work(range(12))
+    for allow_changes in (False, True):
+        with pytest.raises(ValueError, match="dataset_rows 8 vs 12") as refusal:
+            more.check_resume(record, allow_changes)
+        assert "--allow-changes" not in str(refusal.value)
 
 
 PAIRS = {"path": "pairs.jsonl", "held_out_path": "held.jsonl", "sequence_length": 48, "template": "none"}
