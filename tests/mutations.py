@@ -2889,6 +2889,62 @@ MUTATIONS = (
         "    if True:\n",
         "guard/test_guards.py::test_the_first_update_of_a_resumed_run_can_be_repeated",
     ),
+    Mutation(
+        "a_function_for_a_name_is_offered_the_nearest_to_nothing",
+        "registry.py",
+        "path = path_of(name)",
+        "path = self.names[-1]",
+        "test_registry.py::test_a_function_where_a_name_is_expected_is_refused_with_the_name_that_it_has",
+    ),
+    Mutation(
+        "few_rows_are_not_offered_padding",
+        "batch_plan/fit.py",
+        "(rows > parts or not _cut_alone(given))",
+        "rows > parts",
+        "batch_plan/test_batch_plan.py::test_refusals_name_the_values_the_arithmetic_and_the_way_out",
+    ),
+    Mutation(
+        "a_reward_is_no_progress",
+        "rl/tasks.py",
+        "    here.tick()  # a rollout",
+        "    pass  # a rollout",
+        "rl/test_tasks.py::test_each_reward_is_progress_to_the_check_for_hung_processes",
+    ),
+    Mutation(
+        "a_critic_may_fail_for_ever",
+        "rl/critic.py",
+        "self._skips.check(number + 1, metrics)",
+        "pass",
+        "rl/test_policy.py::test_a_run_ends_whose_critic_is_never_updated",
+    ),
+    Mutation(
+        "a_critic_is_clipped_as_the_policy",
+        "rl/critic.py",
+        "max_grad_norm=self._settings.max_grad_norm",
+        "max_grad_norm=config.optimizer.max_grad_norm",
+        "rl/test_policy.py::test_the_gradients_of_a_critic_are_clipped_to_its_own_norm",
+    ),
+    Mutation(
+        "the_baseline_of_remax_is_sampled",
+        "rl/experience.py",
+        "self.sampler(placed, self._encoded(problems), None, greedy=True))[0]",
+        "self.sampler(placed, self._encoded(problems), 0))[0]",
+        "rl/test_policy.py::test_the_baseline_of_remax_is_the_reward_of_the_greedy_response",
+    ),
+    Mutation(
+        "an_edited_config_is_read_without_a_word",
+        "cli/supervisor.py",
+        "if (now := _content(self.config)) != config:",
+        "if (now := config) != config:",
+        "cli/test_supervisor.py::test_a_config_that_was_changed_between_two_starts_is_named",
+    ),
+    Mutation(
+        "more_conversations_are_offered_to_be_allowed",
+        "rl/supervised.py",
+        "        # first, since nothing allows it: the other refusal offers to allow other rows\n",
+        "        if not allow_changes:\n            self.check_same_text(saved)\n",
+        "rl/test_resume.py::test_other_conversations_may_be_allowed_but_not_another_number_of_them",
+    ),
 )
 
 
