@@ -25,7 +25,7 @@ from jaxfb.rl.rows import Rows, cut
 from jaxfb.rl.start import Base, check_packing
 from jaxfb.training.from_config.dtypes import param_dtype
 from jaxfb.training.from_config.options import step_options
-from jaxfb.training.guard import SkipGuard
+from jaxfb.training.guard import CriticAbort, SkipGuard
 from jaxfb.types import Pipelined
 from jaxfb.update.train_state import TrainState
 from jaxfb.update.train_step import make_train_step
@@ -76,7 +76,7 @@ class Critic:
         Returns:
           Its numbers by name.
         Raises:
-          NonFiniteAbort: as many updates in a row as `run.max_nonfinite` were not finite.
+          CriticAbort: as many updates in a row as `run.max_nonfinite` were not finite.
         """
         batch, _ = cut(rows, self.plan)
         self.state, metrics = self.step(self.state, batch)
@@ -98,7 +98,8 @@ class Critic:
     @cached_property
     def _skips(self) -> SkipGuard:
         params = jax.eval_shape(self._random, jax.random.key(0))
-        return SkipGuard.of(self._base.config, params, lambda text: self.say(text), "the critic")
+        named = {"of": "the critic", "error": CriticAbort}
+        return SkipGuard.of(self._base.config, params, lambda text: self.say(text), **named)
 
     @cached_property
     def _sizes(self) -> TransformerConfig:

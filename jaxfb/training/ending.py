@@ -19,13 +19,16 @@ def what_is_saved(done: int, total: int, newest: int | None) -> str:
     return f"update {done} of {total} is not saved, since the latest updates failed; {_newest(newest)} saved"
 
 
-def after_failures(newest: int | None, again: str) -> str:
-    """Returns what a run that was given up leaves, and how to continue; `again` is the command for it."""
+def after_failures(newest: int | None, again: str, rate: str = "optimizer.learning_rate") -> str:
+    """Returns what a run that was given up leaves, and how to continue.
+
+    again: the command for it. rate: the key of the learning rate that may be too high.
+    """
     if newest is None:
-        return "nothing is saved: lower optimizer.learning_rate or look at the data, then start again"
+        return f"nothing is saved: lower {rate} or look at the data, then start again"
     return (
-        f"nothing was saved since update {newest}, whose state is finite: lower optimizer.learning_rate or look at the "
-        f"data, then continue from it with: {again}"
+        f"nothing was saved since update {newest}, whose state is finite: lower {rate} or look at the data, then "
+        f"continue from it with: {again}"
     )
 
 

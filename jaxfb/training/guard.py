@@ -21,13 +21,23 @@ SHOWN = 4
 
 
 class GuardAbort(RuntimeError):
-    """A guard ends the run; what was saved before is sound. `exit_code` is that of the command line."""
+    """A guard ends the run; what was saved before is sound.
+
+    exit_code: that of the command line. rate: the key of the learning rate that may be too high.
+    """
 
     exit_code = GAVE_UP
+    rate = "optimizer.learning_rate"
 
 
 class NonFiniteAbort(GuardAbort):
     """Ends a run after so many updates in a row that were not finite, or whose state is not."""
+
+
+class CriticAbort(NonFiniteAbort):
+    """Ends a run after so many updates of its critic in a row that were not finite."""
+
+    rate = "critic.learning_rate"
 
 
 class SpikeAbort(GuardAbort):
@@ -46,7 +56,7 @@ class SkipGuard:
     limit:   end the run after so many failed updates in a row; None never does.
     patient: do not count gradients that overflow while a dynamic loss scale can still go down.
     params:  anything with the tree structure of the parameters, for the names.
-    of:      what the updates are of, in words, where it is not the model that is trained.
+    of:      what the updates are of, in words, where it is not the model that is trained. error: ends the run.
 
     failed: updates in a row, up to the latest, that were not finite; while it is not 0 nothing is to be saved.
     """
@@ -58,16 +68,17 @@ class SkipGuard:
         say: Callable[[str], None],
         patient: bool = False,
         of: str = "",
+        error: type[NonFiniteAbort] = NonFiniteAbort,
     ):
         self._limit, self._params, self._say, self._patient = limit, params, say, patient
-        self._of = f" of {of}" if of else ""
+        self._of, self._error = f" of {of}" if of else "", error
         self._in_a_row = self.failed = 0
 
     @classmethod
-    def of(cls, config: Any, params: Any, say: Callable[[str], None], of: str = "") -> SkipGuard:
-        """Returns the guard that a config asks for."""
+    def of(cls, config: Any, params: Any, say: Callable[[str], None], **more: Any) -> SkipGuard:
+        """Returns the guard that a config asks for. more: `of` and `error`, as for the class."""
         patient = isinstance(loss_scale(config), DynamicLossScale)
-        return cls(config.run.max_nonfinite, params, say, patient, of)
+        return cls(config.run.max_nonfinite, params, say, patient, **more)
 
     def check(self, step: int, metrics: StepMetrics) -> None:
         """Reports a skipped update; raises NonFiniteAbort at the limit. Metrics are on the host."""
@@ -93,7 +104,7 @@ class SkipGuard:
             f"{self._in_a_row} in a row"
         )
         if self._in_a_row == self._limit:
-            raise NonFiniteAbort(
+            raise self._error(
                 f"[train] {self._in_a_row} updates{self._of} in a row, up to update {step}, were not finite in {what}"
             )
 

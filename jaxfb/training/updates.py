@@ -51,8 +51,11 @@ class Updates:
             self._updates()
         except GuardAbort as error:
             dumped = self._dumped(error)
-            advice = after_fault if isinstance(error, DeviceFault) else after_failures
-            raise type(error)(f"{error}; {advice(run_.newest_saved, again(run_))}{dumped}") from None
+            left = run_.newest_saved, again(run_)
+            advice = (
+                after_fault(*left) if isinstance(error, DeviceFault) else after_failures(*left, error.rate)
+            )
+            raise type(error)(f"{error}; {advice}{dumped}") from None
         run_.wait_saved()
 
     def _begin(self) -> None:

@@ -14,6 +14,7 @@ from jaxfb.rl.experience import Experience, Models
 from jaxfb.rl.policy import make_policy_work
 from jaxfb.rl.sampler import Responses, Sampler
 from jaxfb.rl.tasks import Arithmetic, Problem
+from jaxfb.training.ending import after_failures
 from jaxfb.training.guard import NonFiniteAbort
 from jaxfb.update.train_state import NonFinite
 from jaxfb.update.train_step import StepMetrics, make_train_step
@@ -333,8 +334,9 @@ def test_a_run_ends_whose_critic_is_never_updated(tmp_path, monkeypatch):
     work.say = heard.append
     assert work.critic.update(0, ROWS)["critic/skipped"]
     work.critic.update(1, ROWS)
-    with pytest.raises(NonFiniteAbort, match="3 updates of the critic in a row, up to update 3"):
+    with pytest.raises(NonFiniteAbort, match="3 updates of the critic in a row, up to update 3") as ended:
         work.critic.update(2, ROWS)
+    assert "lower critic.learning_rate or" in after_failures(0, "again", ended.value.rate)
     assert [text.split(":")[0] for text in heard] == [f"update {n} of the critic skipped" for n in (1, 2, 3)]
 
 
