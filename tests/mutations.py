@@ -2945,6 +2945,13 @@ MUTATIONS = (
         "        if not allow_changes:\n            self.check_same_text(saved)\n",
         "rl/test_resume.py::test_other_conversations_may_be_allowed_but_not_another_number_of_them",
     ),
+    Mutation(
+        "a_policy_is_replayed_only_after_a_resume",
+        "rl/policy.py",
+        "        self._keeps_kl = True  # of a checkpoint",
+        "        pass  # of a checkpoint",
+        "rl/test_policy.py::test_a_state_is_restored_without_a_resume_as_a_replay_does",
+    ),
 )
 
 

@@ -57,7 +57,9 @@ def replay(
       FileNotFoundError: a dump or checkpoint is missing. ValueError: another number of devices, other data.
     """
     dump = read_dump(path)
-    config = config_from_dict(dump.config, overrides)
+    config = config_from_dict(
+        dump.config, [*overrides, "run.max_nonfinite=null"]
+    )  # no guard is to end this one
     with Hosts(config.hosts) as hosts:
         _report_differences(dump)
         use_compile_cache()

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxfb.cli.commands import main
 from jaxfb.config import RLConfig
 from jaxfb.config.load import config_from_dict
 from jaxfb.losses.advantages import grpo
@@ -338,6 +339,24 @@ def test_a_run_ends_whose_critic_is_never_updated(tmp_path, monkeypatch):
         work.critic.update(2, ROWS)
     assert "lower critic.learning_rate or" in after_failures(0, "again", ended.value.rate)
     assert [text.split(":")[0] for text in heard] == [f"update {n} of the critic skipped" for n in (1, 2, 3)]
+
+
+def test_a_state_is_restored_without_a_resume_as_a_replay_does(tmp_path):
+    """`jaxfb replay` of any policy's dump ended in an AttributeError."""
+    work = make_policy_work(config(tmp_path, PPO), Evens(1, "+", 10))
+    work.restore(work.abstract_state(), {"work": {"record": {}, "kl_coefficient": 0.25}}, False)
+    assert work._kl.coefficient == 0.25
+
+
+@pytest.mark.slow
+def test_the_dump_of_a_critic_that_was_given_up_is_computed_again(tmp_path, capsys):
+    changes = {"critic": {"learning_rate": 1e39}, "precision": {"compute_dtype": "float32"}}
+    settings = config(tmp_path, PPO, changes, run={"max_nonfinite": 2})
+    with pytest.raises(NonFiniteAbort, match="2 updates of the critic in a row, up to update 2"):
+        post_train(settings)
+    assert main(["replay", str(tmp_path / "run" / "dumps" / "update-000002")]) == 0
+    printed = capsys.readouterr().out
+    assert "update 2 of the critic skipped" in printed and "update 2 computed again" in printed
 
 
 def test_the_gradients_of_a_critic_are_clipped_to_its_own_norm(tmp_path, monkeypatch):
