@@ -2952,6 +2952,20 @@ MUTATIONS = (
         "        pass  # of a checkpoint",
         "rl/test_policy.py::test_a_state_is_restored_without_a_resume_as_a_replay_does",
     ),
+    Mutation(
+        "an_embedding_of_pieces_is_not_compared",
+        "forward_backward/pieces.py",
+        'found = ["embedding"] if _differ(hidden, joined) else []',
+        "found = []",
+        "forward_backward/test_pieces.py::test_what_a_piece_computes_otherwise_than_the_whole_is_warned_of",
+    ),
+    Mutation(
+        "losses_of_pieces_are_not_compared",
+        "forward_backward/pieces.py",
+        'return [*found, "loss"] if _differ(head(hidden, whole), added) else found',
+        "return found",
+        "forward_backward/test_pieces.py::test_what_a_piece_computes_otherwise_than_the_whole_is_warned_of",
+    ),
 )
 
 

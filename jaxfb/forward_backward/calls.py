@@ -15,6 +15,7 @@ from jaxfb.forward_backward.microbatches import merge, row_keys, rows_spec, spec
 from jaxfb.forward_backward.offered import counts_before
 from jaxfb.forward_backward.packed import is_arranged
 from jaxfb.forward_backward.padding import check_padding
+from jaxfb.forward_backward.pieces import warn_of_places
 from jaxfb.forward_backward.resolved import Resolved, resolve
 from jaxfb.forward_backward.sequential import as_loss_fn
 from jaxfb.forward_backward.spmd_program import SpmdProgram
@@ -62,6 +63,7 @@ def run(resolved, forward_only, params, microbatches, keys, grad_scale, weights)
         # there are more leaves now
         resolved = resolve(resolved.mesh, resolved.options, model, complete, plan)
     out = one_pass(resolved, forward_only, complete, microbatches, keys, grad_scale, weights)
+    _check_pieces(resolved, params, microbatches, keys)
     if forward_only:
         return out
     return replace(out, grads=restrict_to(pruned(resolved.options.trainable, params), out.grads))
@@ -74,11 +76,19 @@ def _check_padding(resolved, forward_only, params, microbatches, keys) -> None:
         check_padding(loss_fn, shapes, microbatches, keys, forward_only=forward_only)
 
 
+def _check_pieces(resolved, params, microbatches, keys) -> None:
+    """Warns of a model that computes something else of pieces; behind the program, whose refusals come first."""
+    if resolved.schedule is not None and resolved.schedule.num_pieces > 1:
+        shapes = resolved.shapes(params)
+        warn_of_places(resolved.model, shapes, microbatches, keys, resolved.schedule.num_pieces)
+
+
 def add(resolved, forward_only, params, microbatches, keys, grad_scale, weights, sums) -> tuple:
     """Returns (the output of a part of an update, each device's `sums` with its gradients added)."""
     _check_padding(resolved, forward_only, params, microbatches, keys)
     program = SpmdProgram(resolved, forward_only, of_part=True)
     sums, *results = program.add(params, microbatches, keys, grad_scale, weights, sums)
+    _check_pieces(resolved, params, microbatches, keys)
     return _output(resolved, None, *results), sums
 
 

@@ -117,7 +117,7 @@ class _Blank:
         draw = np.random.default_rng(0)
         with jax.ensure_compile_time_eval():
             params = jax.tree.map(lambda leaf: jnp.asarray(draw.normal(size=leaf.shape), leaf.dtype), params)
-            given = jax.tree.map(_blank_leaf, microbatch), _some_keys(rng)
+            given = jax.tree.map(_blank_leaf, microbatch), some_keys(rng)
             return np.asarray(jax.jit(self._traced.function(place))(params, *given)[0], np.float64)
 
     def spoils(self, *totals: int) -> bool:
@@ -131,7 +131,7 @@ class _Blank:
             gradient = self._gradient(totals)
             return all(
                 not self._is_finite(gradient, sign, _blank_leaf)
-                and self._is_finite(gradient, sign, _other_leaf)
+                and self._is_finite(gradient, sign, other_leaf)
                 for sign in (np.asarray, np.abs)
             )
         return False
@@ -149,16 +149,16 @@ class _Blank:
             params = jax.tree.map(
                 lambda leaf: jnp.asarray(sign(draw.normal(size=leaf.shape)), leaf.dtype), shapes
             )
-            found = gradient(params, jax.tree.map(leaf_of, microbatch), _some_keys(rng))
+            found = gradient(params, jax.tree.map(leaf_of, microbatch), some_keys(rng))
             floats = [leaf for leaf in jax.tree.leaves(found) if leaf.dtype != jax.dtypes.float0]
             return all(bool(jnp.isfinite(leaf).all()) for leaf in floats)
 
 
-def _some_keys(rng: Any) -> jax.Array | None:
+def some_keys(rng: Any) -> jax.Array | None:
     return None if rng is None else jax.random.split(jax.random.key(0), rng.shape)
 
 
-def _other_leaf(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+def other_leaf(leaf: jax.ShapeDtypeStruct) -> jax.Array:
     """Returns numbers that a row may have, none of them 0."""
     if jnp.issubdtype(leaf.dtype, jnp.floating):
         return jnp.asarray(np.random.default_rng(1).uniform(0.5, 1.5, leaf.shape), leaf.dtype)

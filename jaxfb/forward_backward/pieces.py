@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from contextlib import suppress
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxfb.forward_backward.loss import as_loss_output
+from jaxfb.forward_backward.padding import MOST, other_leaf, some_keys
 from jaxfb.forward_backward.reduce import of_all
 from jaxfb.forward_backward.traced import Traced, is_constant, reads_none
 from jaxfb.refusal import Refused
-from jaxfb.types import LossOutput, PyTree, Sum
+from jaxfb.types import LossOutput, Pipelined, PyTree, Sum, outer_params
+
+ROUNDING = 0.05
+"""How far numbers of pieces may be from those of whole sequences, relative to their size, in any dtype."""
 
 
 def check_lengths(microbatches: PyTree, num_pieces: int) -> None:
@@ -80,6 +88,70 @@ def check_terms(head: Callable, outer: PyTree, hidden: PyTree, inputs: PyTree, n
         for place in jax.tree.leaves(metric) if isinstance(metric, Sum) else ():
             if reads_none(piece, whole, place, tokens):
                 raise _counted_by_each("metric", name, num_pieces)
+
+
+def warn_of_places(
+    model: Pipelined, params: PyTree, microbatches: PyTree, keys: PyTree, num_pieces: int
+) -> None:
+    """Warns where embedding or head compute something else of pieces than of whole sequences.
+
+    They are compared with random parameters and hidden states, unless the model is too large.
+
+    Args:
+      params, microbatches, keys: arrays or shapes; no value is read.
+    """
+    one = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)  # noqa: E731
+    microbatch, rng = jax.tree.map(one, (microbatches, keys))
+    positions = max((leaf.size for leaf in jax.tree.leaves(microbatch)), default=1)
+    if num_pieces == 1 or 2 * positions * sum(leaf.size for leaf in jax.tree.leaves(params)) > MOST:
+        return
+    found = []
+    with suppress(Exception):  # what fails here fails again where it is computed
+        found = _of_other_places(model, outer_params(params), microbatch, rng, num_pieces)
+    if found:
+        warnings.warn(
+            f"with num_pieces={num_pieces} the model's {' and '.join(found)} of pieces differ from those of whole "
+            "sequences: what reads a token's place, draws random numbers or divides by what a sequence counts gives "
+            "another result for a piece (docs/pipeline.md, Pieces of sequences)",
+            stacklevel=2,
+        )
+
+
+def _of_other_places(
+    model: Pipelined, outer: PyTree, microbatch: PyTree, rng: PyTree, num_pieces: int
+) -> list[str]:
+    """Returns which of "embed" and the terms of "head" are not those of whole sequences."""
+    draw = np.random.default_rng(0)
+
+    def numbers(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        return jnp.asarray(draw.normal(size=leaf.shape), jnp.promote_types(leaf.dtype, jnp.float32))
+
+    def pieces(tree: PyTree) -> list[PyTree]:
+        return [piece_of(tree, jnp.int32(number), num_pieces) for number in range(num_pieces)]
+
+    def head(hidden: PyTree, microbatch: PyTree) -> PyTree:
+        return as_loss_output(jax.jit(model.head)(outer, hidden, microbatch, rng)).terms
+
+    with jax.ensure_compile_time_eval():
+        outer, whole, rng = jax.tree.map(numbers, outer), jax.tree.map(other_leaf, microbatch), some_keys(rng)
+        hidden = jax.jit(model.embed)(outer, whole, rng)
+        parts = [jax.jit(model.embed)(outer, piece, rng) for piece in pieces(whole)]
+        joined = jax.tree.map(lambda *leaves: jnp.concatenate(leaves, 1), *parts)
+        found = ["embedding"] if _differ(hidden, joined) else []
+        hidden = jax.tree.map(numbers, hidden)
+        terms = [head(*both) for both in zip(pieces(hidden), pieces(whole), strict=True)]
+        added = jax.tree.map(lambda *leaves: sum(leaves), *terms)
+        return [*found, "loss"] if _differ(head(hidden, whole), added) else found
+
+
+def _differ(one: PyTree, other: PyTree) -> bool:
+    """Returns whether numbers, all of them finite, differ by more than rounding."""
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        apart = np.abs(a - b).max(initial=0)
+        if np.isfinite(apart) and apart > ROUNDING * np.abs(a).max(initial=0):
+            return True
+    return False
 
 
 def _counted_by_each(kind: str, name: str, num_pieces: int) -> Refused:

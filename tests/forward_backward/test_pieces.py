@@ -1,5 +1,7 @@
 """Sequences that go through a pipeline in pieces: the gradient is that of whole sequences on one device."""
 
+import warnings
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,7 @@ import pytest
 
 import jaxfb
 from jaxfb import BatchPlan, LossOutput, Pipelined, Sum, make_mesh
-from jaxfb.forward_backward.pieces import check_lengths, whole_records
+from jaxfb.forward_backward.pieces import check_lengths, warn_of_places, whole_records
 from jaxfb.models.adapted import LoRA, adapted
 from jaxfb.models.attention import packed_attention
 from jaxfb.models.config import TransformerConfig
@@ -352,3 +354,47 @@ def test_a_metric_that_each_piece_would_count_is_refused(metric):
     model = Pipelined(embed, layer, loss_and_metric, layer_piece=layer_piece)
     with pytest.raises(ValueError, match="a metric of the head must be a sum over tokens, but 'measured'"):
         jaxfb.get_forward_backward_func(make_mesh(pipe=2), num_pieces=2)(model, params, batch, plan)
+
+
+def embed_by_place(outer, microbatch, rng):
+    return microbatch["x"] @ outer["in"] + jnp.arange(microbatch["x"].shape[1])[:, None] * outer["in"][0]
+
+
+def embed_with_draws(outer, microbatch, rng):
+    hidden = microbatch["x"] @ outer["in"]
+    return hidden * jax.vmap(lambda key: jax.random.normal(key, hidden.shape[1:]))(rng)
+
+
+def mean_of_rows(outer, hidden, microbatch, rng):
+    error, mask = jnp.square(hidden @ outer["out"]), microbatch["mask"]
+    return Sum(((mask * error).sum((1, 2)) / mask.sum((1, 2))).sum(), (mask.sum((1, 2)) > 0).sum())
+
+
+@pytest.mark.parametrize(
+    "own, named",
+    [
+        ({}, None),
+        ({"embed": embed_by_place}, "embedding"),
+        ({"embed": embed_with_draws}, "embedding"),
+        ({"head": mean_of_rows}, "loss"),
+        ({"embed": embed_by_place, "head": mean_of_rows}, "embedding and loss"),
+    ],
+    ids=["right", "place", "draws", "mean", "both"],
+)
+def test_what_a_piece_computes_otherwise_than_the_whole_is_warned_of(own, named):
+    """Gradients were wrong without a word: a piece does not know where in its sequence it is."""
+    model = Pipelined(**{"embed": embed, "layer": layer, "head": head, "layer_piece": layer_piece, **own})
+    microbatches = jax.tree.map(lambda leaf: leaf[None], BATCH)
+    keys = jax.random.split(jax.random.key(0), (1, ROWS))
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        warn_of_places(model, PARAMS, microbatches, keys, 2)
+    assert [str(one.message).partition(" of pieces")[0] for one in heard] == (
+        [f"with num_pieces=2 the model's {named}"] if named else []
+    )
+
+
+def test_a_call_warns_of_a_model_that_computes_otherwise_of_pieces():
+    model = Pipelined(embed_by_place, layer, head, layer_piece=layer_piece)
+    with pytest.warns(UserWarning, match="the model's embedding of pieces differ"):
+        in_pieces(model, PARAMS, BATCH, num_pieces=2, forward_only=True)
