@@ -2948,8 +2948,8 @@ MUTATIONS = (
     Mutation(
         "a_policy_is_replayed_only_after_a_resume",
         "rl/policy.py",
-        "        self._keeps_kl = True  # of a checkpoint",
-        "        pass  # of a checkpoint",
+        "self._keeps_kl = True  # unless",
+        "pass  # unless",
         "rl/test_policy.py::test_a_state_is_restored_without_a_resume_as_a_replay_does",
     ),
     Mutation(

@@ -78,9 +78,7 @@ class PolicyWork(PostTraining):
         self._record: dict[str, float] = {}
         reward = self._config.reward
         self._kl = AdaptiveKL(reward.kl_coef, reward.target or 1.0, reward.horizon)
-        self._keeps_kl = (
-            True  # of a checkpoint, unless `check_resume` finds that it is to be steered otherwise
-        )
+        self._keeps_kl = True  # unless a resumed run is to steer it otherwise
         if self.critic:
             self.critic.say = lambda text: self.say(text)
 
