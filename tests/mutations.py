@@ -797,6 +797,27 @@ MUTATIONS = (
         "update/test_train_step.py::test_a_skipped_update_does_not_repeat_its_dropout",
     ),
     Mutation(
+        "calls_added_as_if_they_counted_alike",
+        "output.py",
+        "if not plain:",
+        "if False:",
+        "test_output.py::test_each_call_is_weighted_by_what_it_counted_and_the_sum_has_the_scale_of_the_first",
+    ),
+    Mutation(
+        "calls_of_other_loss_scales_added_as_they_are",
+        "output.py",
+        "(of_y * _ratio(scales, dtype))",
+        "of_y",
+        "test_output.py::test_each_call_is_weighted_by_what_it_counted_and_the_sum_has_the_scale_of_the_first",
+    ),
+    Mutation(
+        "terms_without_a_weight_averaged_over_calls",
+        "output.py",
+        "Sum((x.value + y.value) * weight, weight)",
+        "x + y",
+        "test_output.py::test_terms_without_a_weight_are_summed_up",
+    ),
+    Mutation(
         "torchs_clip_without_its_epsilon",
         "gradients.py",
         'norm + 1e-6 if convention == "torch" else norm',
