@@ -122,8 +122,17 @@ def test_calls_whose_weights_have_different_ratios_are_refused(calls):
     other = replace(b, terms=b.terms | {"b": Sum(term.total, term.weight * (1 + 1e-9))})
     with pytest.raises(ValueError, match="the weights are 1.5 and 3.75 for 'a'"):
         a + other
+    with pytest.raises(ValueError, match=r"inside jax\.jit their weights cannot be compared"):
+        jax.jit(lambda a, b: a + b)(a, b)
     for pair in ((scaled(a, 1, whole_batch=True), b), (a, scaled(b, 1, whole_batch=True))):
         with pytest.raises(ValueError, match="statistics of the whole global batch"):
+            pair[0] + pair[1]
+
+
+def test_a_term_that_has_a_weight_in_one_call_alone_is_refused(calls):
+    out = calls[-1]
+    for pair in ((out, scaled(out, 1, undivided=("a", "b"))), (scaled(out, 1, undivided=("a", "b")), out)):
+        with pytest.raises(ValueError, match="weights of term '[ab]' agree, got (none and one|one and none)"):
             pair[0] + pair[1]
 
 
