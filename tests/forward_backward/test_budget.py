@@ -173,3 +173,26 @@ def test_outputs_at_padding_reach_no_row(packing):
     given = np.where(packed.batch["segments"] > 0, packed.batch["tokens"], -7) * real
     chex.assert_trees_all_equal(packed.restore({"out": given})["out"] * segments, names * segments)
     assert (packed.restore(given)[segments == 0] == 0).all()
+
+
+def test_keys_and_numbers_of_rows_go_with_their_rows():
+    """The restored is what each row had; without `of_tokens` a leaf as wide as an array row is taken for tokens."""
+    lengths = np.array([3, 1, 4, 2, 5])
+    segments = (np.arange(6) < lengths[:, None]).astype(int)
+    batch = {"row": np.arange(1, 6), "segments": segments}
+    plan = jaxfb.BatchPlan("eval", rows=5, max_tokens_per_microbatch=12, sequence_length=6)
+    packed, keys = Packed(batch, plan), jax.random.split(jax.random.key(0), 5)
+    given, width = packed.batch["row"], packed.arrangement.width
+    assert len(given) > 5 and width != 3
+    data = jax.random.key_data(packed.keys(keys))
+    chex.assert_trees_all_equal(data[given > 0], jax.random.key_data(keys)[given[given > 0] - 1])
+    one = jax.random.key(1)
+    assert packed.keys(None) is None and (packed.keys(one) == one).all() and packed.keys(one).ndim == 0
+    with pytest.raises(ValueError, match="packed rows share array rows"):
+        Packed(batch, plan.replace(packing=True)).keys(keys)
+
+    outputs = {"row": given, "three": np.stack([given] * 3, 1), "token": np.stack([given] * width, 1)}
+    restored = packed.restore(outputs)
+    chex.assert_trees_all_equal(restored["row"], batch["row"])
+    chex.assert_trees_all_equal(restored["three"], np.stack([batch["row"]] * 3, 1))
+    chex.assert_trees_all_equal(restored["token"], batch["row"][:, None] * segments)

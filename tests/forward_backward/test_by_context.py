@@ -148,6 +148,26 @@ def test_any_loss_function_keeps_its_numbers(loss_fn, rng, batch):
     close((only.loss, only.outputs, only.grads), (wanted.loss, wanted.outputs, None))
 
 
+def test_short_rows_on_one_device_and_long_ones_on_two_keep_their_numbers(batch):
+    """Against the loss function itself, differentiated on all rows."""
+
+    def whole(table):
+        out = small(table, batch, None)
+        return sum(term.value for term in out.terms.values()), out
+
+    (loss, wanted), grads = jax.jit(jax.value_and_grad(whole, has_aux=True))(TABLE)
+    mesh = {"context": 2}
+    fb = jaxfb.get_forward_backward_func(jaxfb.make_mesh(**mesh, devices=jax.devices()[:2]))
+    got = fb(small, TABLE, batch, plan_on(mesh, widths=(8, 16)), grad_scale=4.0)
+    terms = {name: jaxfb.Sum(term.total, float(term.weight)) for name, term in got.terms.items()}
+    scaled = jax.tree.map(lambda leaf: leaf / 4, got.grads)
+    close(
+        (got.loss, scaled, got.outputs, terms, got.metrics),
+        (loss, grads, wanted.outputs, wanted.terms, wanted.metrics),
+    )
+    assert int(got.origin.rows) == ROWS
+
+
 def test_a_plan_of_another_purpose_than_an_update_is_for_passes_without_a_backward(batch):
     """Log-probs of a policy and evaluations have plans of their own, also by width."""
     fb = jaxfb.get_forward_backward_func(jaxfb.make_mesh(data=1))

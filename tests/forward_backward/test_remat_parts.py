@@ -22,6 +22,7 @@ def slow(*case):
         ({}, "none*1+selective*1+layer", {}),
         slow({"fsdp": 2}, "selective*1+layer", {"gather_ahead": True, "layers": 5}),
         slow({"pipe": 2}, "none*1+full", {"layers": 6, "schedule": "1f1b"}),
+        ({"pipe": 2}, "none*1+layer", {"layers": 3, "layers_per_stage": (2, 1), "schedule": "zero_bubble"}),
         slow({"pipe": 2}, "full*1+none*1+layer", {"layers": 6, "schedule": "zero_bubble"}),
         slow({"data": 2}, "layer*3+none", {"optimizer_sharding": "data"}),
         slow({"data": 2, "fsdp": 2}, "none*1+selective*1+full", {"optimizer_sharding": "gradients"}),

@@ -10,6 +10,7 @@ from comparisons import close, worst_error
 from jax.sharding import PartitionSpec as P
 
 import jaxfb
+from jaxfb.forward_backward.head_placement import choose_placement
 from jaxfb.losses import cross_entropy, heads, logits, token_log_probs
 from jaxfb.losses.cross_entropy import chunked_cross_entropy
 from jaxfb.losses.language_model import next_token_loss
@@ -20,6 +21,7 @@ from jaxfb.parallel import data, table
 from jaxfb.parallel import look_up as look_up_module
 from jaxfb.parallel.look_up import look_up
 from jaxfb.platforms.compat import cut_down, equations
+from jaxfb.types import outer_params
 
 ROWS, LENGTH, VOCAB = 8, 12, 192
 SIZES = {
@@ -349,3 +351,16 @@ def test_a_loss_of_your_own_on_the_logits_gets_the_whole_head():
         return jaxfb.Sum(-(microbatch["loss_mask"] * scores).sum(), microbatch["loss_mask"].sum())
 
     close(gradients({"fsdp": 2}, model=heads.with_head(model, loss)).grads, of_one_device().grads)
+
+
+@pytest.mark.parametrize(
+    ("size", "pipe", "tensor", "chosen"),
+    [(12, 2, 3, "vocabulary"), (10, 2, 3, "last"), (15, 2, 3, "last"), (10, 1, 10, "vocabulary")],
+)
+def test_the_ends_of_a_pipeline_share_a_vocabulary_that_stages_times_shards_divide(
+    size, pipe, tensor, chosen
+):
+    """Leaves without a vocabulary do not count."""
+    config = TransformerConfig(**SIZES | {"vocab_size": size})
+    params = jax.eval_shape(lambda key: init_params(config, key), jax.random.key(0))
+    assert choose_placement(None, transformer(config), outer_params(params), pipe, tensor) == chosen
