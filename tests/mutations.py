@@ -313,8 +313,8 @@ MUTATIONS = (
     Mutation(
         "restore_reads_padding",
         "forward_backward/packed.py",
-        "valid = (self._segment > 0) & (self._column < length)",
-        "valid = self._column < length",
+        "valid = self._segment > 0\n            back",
+        "valid = self._column < length\n            back",
         "forward_backward/test_budget.py::test_outputs_at_padding_reach_no_row",
     ),
     Mutation(

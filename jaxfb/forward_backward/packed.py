@@ -91,11 +91,11 @@ class Packed:
         return {**made, SEGMENTS: self._segment, POSITIONS: positions} if self._packing else made
 
     def _leaf(self, leaf: np.ndarray, valid: np.ndarray) -> np.ndarray:
+        inside = valid
         if leaf.ndim > 1:
-            values = leaf[self._row, np.minimum(self._column, leaf.shape[1] - 1)]
-            inside = valid & (self._column < leaf.shape[1])
+            values = leaf[self._row, self._column]
         elif self._packing:
-            values, inside = leaf[self._row], valid
+            values = leaf[self._row]
         else:
             values, inside = leaf[self._row[:, 0]], np.array([bool(b) for b in self.arrangement.bins])
         blank = np.zeros([], leaf.dtype)
@@ -105,7 +105,7 @@ class Packed:
         output, (rows, length) = np.asarray(output), self._shape
         width = self.arrangement.width
         if is_of_tokens:
-            valid = (self._segment > 0) & (self._column < length)
+            valid = self._segment > 0
             back = np.zeros((rows, length, *output.shape[2:]), output.dtype)
             back[self._row[valid], self._column[valid]] = output[valid]
             return back
