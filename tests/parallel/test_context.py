@@ -14,6 +14,7 @@ from jaxfb.models.attention import packed_attention
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params, transformer
 from jaxfb.parallel import context
+from jaxfb.parallel.scores import Scores
 
 ROWS, LENGTH, VOCAB = 8, 16, 32
 SEGMENTS = np.repeat([[1] * 5 + [2] * 7 + [0] * 4], ROWS, 0).astype(np.int32)
@@ -83,6 +84,42 @@ def test_every_method_equals_attention_on_one_device(size, window):
         np.testing.assert_allclose(loss, wanted[0], rtol=1e-12, err_msg=method)
         for got, want in zip(grads, wanted[1], strict=True):
             np.testing.assert_allclose(got[:, np.argsort(order)], want, atol=1e-12, err_msg=method)
+
+
+def test_every_method_gives_the_softmax_that_is_written_out():
+    """Two devices; with a window, several documents, a soft cap, and a sink for each head."""
+    rng, length, window, softcap = np.random.default_rng(0), 8, 3, 1.5
+    query, key, value = (rng.normal(size=(1, length, heads, 2)) for heads in (4, 2, 2))
+    sinks, segments = rng.normal(size=4), np.array([[1, 1, 1, 1, 1, 2, 2, 0]])
+    apart = np.arange(length)[:, None] - np.arange(length)
+    seen = (apart >= 0) & (apart < window) & (segments[0][:, None] == segments[0])
+
+    products = np.einsum("rthk,rshk->rhts", query, key.repeat(2, 2)) / 2**0.5
+    powers = np.exp(softcap * np.tanh(products / softcap)) * seen
+    shares = powers / (powers.sum(-1, keepdims=True) + np.exp(sinks)[:, None, None])
+    wanted = np.einsum("rhts,rshk->rthk", shares, value.repeat(2, 2))
+
+    order, cut = context.zigzag(length, 2), P(None, "context")
+
+    def parts(query, key, value, segments):
+        return [
+            context.context_attention(
+                query,
+                key,
+                value,
+                Scores(softcap, jnp.asarray(sinks)),
+                segments=segments,
+                method=method,
+                window=window,
+            )
+            for method in context.METHODS
+        ]
+
+    mesh = jax.make_mesh((2,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    run = jax.jit(jax.shard_map(parts, mesh=mesh, in_specs=(cut,) * 4, out_specs=cut, check_vma=False))
+    found = run(*(array[:, order] for array in (query, key, value, segments)))
+    for method, got in zip(context.METHODS, found, strict=True):
+        np.testing.assert_allclose(got[:, np.argsort(order)], wanted, rtol=1e-12, err_msg=method)
 
 
 def batch():
