@@ -1,5 +1,6 @@
 """Tokens looked up in columns of an embedding: the rows of the whole, and the gradient of one device."""
 
+import math
 from types import SimpleNamespace
 
 import jax
@@ -137,3 +138,17 @@ def test_each_device_has_as_few_columns_as_its_tokens_and_the_tiles_allow(
     assert (found and found.grid.across) == across
     table.vocabulary = 1  # a head: no rows to look up
     assert columns.columns_of(table, tokens) is None
+
+
+@pytest.mark.parametrize("made", [grid.grids, grid.adjacent_grids])
+def test_rows_of_devices_along_several_axes_have_the_sizes_of_their_axes(made, monkeypatch):
+    sizes = {"fsdp": 2, "data": 1, "context": 3, "expert": 5}
+    monkeypatch.setattr(grid, "get_abstract_mesh", lambda: SimpleNamespace(shape=sizes))
+    monkeypatch.setattr(grid, "kind_here", lambda: None)
+    found = made(tuple(sizes))
+    assert len(found) == 2
+    for one in found:
+        axes = (one.inner, one.outer) if one.adjacent else (one.outer, one.inner)
+        assert axes[0] + axes[1] == ("fsdp", "context", "expert")
+        for names, size in ((one.outer, one.across), (one.inner, one.within)):
+            assert math.prod(sizes[name] for name in names) == size > 1
