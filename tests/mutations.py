@@ -839,6 +839,20 @@ MUTATIONS = (
         "forward_backward/test_budget.py::test_keys_and_numbers_of_rows_go_with_their_rows",
     ),
     Mutation(
+        "flags_of_a_maximum_are_set_on_stages_without_the_head",
+        "forward_backward/head_placement.py",
+        "        return False\n    return -jnp.inf",
+        "        return True\n    return -jnp.inf",
+        "forward_backward/test_metric_kinds.py::test_a_maximum_of_nan_is_nan",
+    ),
+    Mutation(
+        "numbers_that_trade_places_keep_the_quick_sum",
+        "parallel/totals.py",
+        "[[part * columns for part",
+        "[[part + columns for part",
+        "parallel/test_totals.py::test_the_quick_sum_of_a_device_notices_a_bit_in_every_row",
+    ),
+    Mutation(
         "calls_added_as_if_they_counted_alike",
         "output.py",
         "if not plain:",

@@ -166,14 +166,21 @@ def test_metrics_of_layers_may_have_any_weight():
 
 @pytest.mark.parametrize(("replicas", "pipe"), [(1, 1), (2, 1), (1, 2)])
 def test_a_maximum_of_nan_is_nan(replicas, pipe):
-    """As on one device, where `jnp.max` is NaN if any number is; integers and the smallest of them stay as they are."""
+    """As on one device, where `jnp.max` is NaN if any number is; integers and flags stay as they are."""
 
     def embed(outer, microbatch, rng):
         return microbatch["x"]
 
     def head(outer, hidden, microbatch, rng):
         numbers = {"largest": Max(hidden.max()), "smallest": Min(hidden.min())}
-        return LossOutput({"loss": Sum(hidden.sum(), 1.0)}, numbers | {"int": Min(jnp.int8(-128))})
+        flags = {
+            "some": Max((hidden > 5).any()),
+            "none": Max((hidden > 10).any()),
+            "not all": Min((hidden < 5).all()),
+            "all": Min((hidden < 10).any() | jnp.isnan(hidden).any()),
+            "last": Last(hidden[-1] > 1.5),
+        }
+        return LossOutput({"loss": Sum(hidden.sum(), 1.0)}, numbers | flags | {"int": Min(jnp.int8(-128))})
 
     model = Pipelined(embed, lambda weight, hidden, microbatch, rng: hidden * weight, head)
     x = np.array([9.0, np.nan, 1.0, 2.0])
@@ -182,6 +189,12 @@ def test_a_maximum_of_nan_is_nan(replicas, pipe):
     out = fb(model, {"layers": np.ones(2)}, {"x": x}, plan)
     assert np.isnan(out.metrics["largest"].value) and np.isnan(out.metrics["smallest"].value)
     assert out.metrics["int"].value == -128
+    flags = {name: out.metrics[name].value for name in ("some", "none", "all", "not all", "last")}
+    assert flags == {"some": True, "none": False, "all": True, "not all": False, "last": True}
+    assert all(flag.dtype == bool for flag in flags.values())
+    np.testing.assert_array_equal(
+        out.per_microbatch["some"].value, (x.reshape(-1, replicas) > 5).any(1), strict=True
+    )
     each = np.isnan(x.reshape(-1, replicas)).any(1)
     np.testing.assert_array_equal(np.isnan(out.per_microbatch["largest"].value), each)
     np.testing.assert_array_equal(np.isnan(out.per_microbatch["smallest"].value), each)
