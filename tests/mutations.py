@@ -853,6 +853,20 @@ MUTATIONS = (
         "parallel/test_totals.py::test_the_quick_sum_of_a_device_notices_a_bit_in_every_row",
     ),
     Mutation(
+        "whole_sequences_count_on_all_devices_of_context_but_one",
+        "forward_backward/spmd_program.py",
+        "masked(lax.axis_index(AXIS) == 0, made)",
+        "masked(lax.axis_index(AXIS) != 0, made)",
+        "parallel/test_context.py::test_weights_of_rows_count_once_and_outputs_come_back_in_order",
+    ),
+    Mutation(
+        "a_piece_cuts_what_belongs_to_rows",
+        "forward_backward/pieces.py",
+        "if leaf.ndim < 2:\n            return leaf\n        size = leaf.shape[1]",
+        "if leaf.ndim < 1:\n            return leaf\n        size = leaf.shape[-1]",
+        "forward_backward/test_pieces.py::test_pieces_of_a_model_of_ones_own_change_nothing",
+    ),
+    Mutation(
         "calls_added_as_if_they_counted_alike",
         "output.py",
         "if not plain:",

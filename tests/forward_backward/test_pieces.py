@@ -48,6 +48,8 @@ def layer_piece(weights, hidden, microbatch, rng, piece):
 
 def head(outer, hidden, microbatch, rng):
     error = jnp.square(hidden @ outer["out"] - microbatch["y"])
+    if "by_row" in microbatch:
+        error = error * microbatch["by_row"][:, None, None]
     metrics = {"largest": Max(error.max()), "count": Sum(error.sum(), error.size)}
     return LossOutput(
         {"squares": Sum((microbatch["mask"] * error).sum(), microbatch["mask"].sum())}, metrics, error
@@ -70,6 +72,7 @@ BATCH = {
     "x": numbers(ROWS, LENGTH, 2, seed=4),
     "y": numbers(ROWS, LENGTH, 1, seed=5),
     "mask": np.arange(ROWS * LENGTH).reshape(ROWS, LENGTH, 1) % 3 / 2.0,
+    "by_row": numbers(ROWS, seed=6) ** 2,
 }
 PLAN = BatchPlan(rows=ROWS, rows_per_microbatch=2)
 

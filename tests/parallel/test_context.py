@@ -184,7 +184,8 @@ def test_a_cut_sequence_changes_nothing(mesh, options):
         np.testing.assert_allclose(got, want, atol=1e-12)
 
 
-def test_weights_of_rows_count_once_and_outputs_come_back_in_order():
+@pytest.mark.parametrize("size", [2, 4])
+def test_weights_of_rows_count_once_and_outputs_come_back_in_order(size):
     """A weight that reads no token (rows, a constant) is not summed over context; token outputs are put in order."""
 
     def loss_fn(params, microbatch, rng):
@@ -196,7 +197,7 @@ def test_weights_of_rows_count_once_and_outputs_come_back_in_order():
         return jaxfb.LossOutput(terms, outputs={"score": score, "row": score.sum(1)})
 
     x = np.random.default_rng(0).normal(size=(4, 8))
-    fb = jaxfb.get_forward_backward_func(jaxfb.make_mesh(context=2))
+    fb = jaxfb.get_forward_backward_func(jaxfb.make_mesh(context=size))
     out = fb(loss_fn, jnp.float64(2), {"x": x}, jaxfb.BatchPlan(rows=4, rows_per_microbatch=2))
     np.testing.assert_allclose(out.loss, 2 * x.sum() / 4 + 2 * x.mean(), rtol=1e-12)
     np.testing.assert_allclose(out.grads, x.sum() / 4 + x.mean(), rtol=1e-12)
@@ -233,7 +234,9 @@ def test_a_token_beyond_the_next_piece_is_refused_with_the_nearest_length():
         )
         return jax.eval_shape(run, np.zeros((1, length)))
 
-    with pytest.raises(ValueError, match="use sequences of 20 or a smaller distance"):
+    with pytest.raises(
+        ValueError, match="sequences of 16 tokens .* into pieces of 4; use sequences of 20 or a smaller"
+    ):
         later(16)
     assert later(20).shape == (1, 20)
 
