@@ -5,7 +5,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxfb.gradients import clip_by_global_norm, global_norm, names_of, nonfinite_leaves, unscale
+from jaxfb.gradients import clip_by_global_norm, global_norm, names_of, nonfinite_leaves, num_zeros, unscale
 
 
 def test_norm_is_taken_in_at_least_float32():
@@ -62,3 +62,9 @@ def test_leaves_that_are_not_finite_are_named():
     flags = nonfinite_leaves(grads)
     assert names_of(flags, grads) == ["['layers']['w']", "['layers']['x']"]
     assert not jnp.isfinite(global_norm(grads))
+
+
+def test_a_tree_without_leaves_is_finite_and_has_no_zeros():
+    """As the gradients of a model that trains nothing are."""
+    assert names_of(nonfinite_leaves({}), {}) == [] and num_zeros({}) == 0
+    assert num_zeros({"a": jnp.eye(3), "b": jnp.float32(0), "c": -jnp.zeros(2, jnp.bfloat16)}) == 6 + 1 + 2

@@ -78,9 +78,13 @@ def test_calls_that_were_divided_by_the_weights_of_all_are_added_as_they_are(cal
     for incomplete in (one, one + other + one):
         with pytest.raises(ValueError, match="they were divided by weights="):
             check_complete(incomplete)
-    for different in (b, scaled(b, 1, weights=weights | {"a": 2 * weights["a"]}), scaled(b, 1, weights={})):
-        with pytest.raises(ValueError, match="must be divided by the same weights"):
-            one + different
+    others = {}, weights | {"a": 2 * weights["a"]}, weights | {"c": 1.0}
+    for different in (b, *(scaled(b, 1, weights=other) for other in others)):
+        for pair in ((one, different), (different, one)):
+            with pytest.raises(ValueError, match="must be divided by the same weights"):
+                pair[0] + pair[1]
+    with pytest.raises(ValueError, match="count 0 for term 'c'"):
+        check_complete(scaled(whole, 1, weights=weights | {"c": 1.0}))
 
 
 def test_short_gradients_are_weighted_before_they_are_rounded(calls):
@@ -112,8 +116,11 @@ def test_gradients_of_different_losses_are_added_and_then_have_no_weight(calls):
     assert both.outputs is None and set(both.metrics) == {"sum", "max", "min", "last"}
     assert both.origin.undivided == ("c",) and both.origin.groups == (("a", "b"), ("c",))
     for one, two in ((both, whole), (whole, both), (both, both)):
-        with pytest.raises(ValueError, match="are not divided by one weight each"):
+        with pytest.raises(ValueError, match="are not divided by one weight each; pass weights="):
             one + two
+    of_means = (scaled(out, 1, normalize="microbatch") for out in (both, whole))
+    with pytest.raises(ValueError, match="are not divided by one weight each; make one call of all rows"):
+        sum(of_means)
 
 
 def test_calls_whose_weights_have_different_ratios_are_refused(calls):
@@ -140,4 +147,9 @@ def test_outputs_of_rows_of_another_shape_are_left_out(calls):
     a, b, _ = calls
     wider = replace(b, outputs={"row": b.outputs["row"][:, None]})
     assert (a + wider).outputs is None
+    two = [
+        replace(out, outputs={"more": more["row"], **out.outputs})
+        for out, more in ((a, a.outputs), (b, wider.outputs))
+    ]
+    assert (two[0] + two[1]).outputs is None
     assert (a + replace(b, outputs=None)).outputs is None

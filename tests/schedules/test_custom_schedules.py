@@ -99,6 +99,8 @@ def test_bad_cell_is_marked(text, message, marked):
     [
         (lambda: from_text("nothing here"), "device D ACTION"),
         (lambda: from_text("device 0 F0 B0\ndevice 1 . X0.0"), "F3.1; got 'X0.0' on device 1 in tick 1"),
+        (lambda: from_table([[(("F", 0),)]]), "got ('F', 0) on device 0 in tick 0"),
+        (lambda: from_table([[((0, 0, 0),)]]), "got (0, 0, 0) on device 0 in tick 0"),
         (lambda: from_table([[()]]), "the table is empty"),
         (lambda: from_table([[[Action("X", 0, 0)]]]), "a kind is F, B or W"),
         (lambda: from_table([["F0", "F0"], ["F0"]]), "tick 1 has 1 cells for num_stages=2"),
