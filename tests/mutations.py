@@ -864,7 +864,7 @@ MUTATIONS = (
         "forward_backward/pieces.py",
         "if leaf.ndim < 2:\n            return leaf\n        size = leaf.shape[1]",
         "if leaf.ndim < 1:\n            return leaf\n        size = leaf.shape[-1]",
-        "forward_backward/test_pieces.py::test_pieces_of_a_model_of_ones_own_change_nothing",
+        "forward_backward/test_pieces.py::test_a_forward_pass_in_pieces_gives_outputs_in_the_order_of_tokens",
     ),
     Mutation(
         "calls_added_as_if_they_counted_alike",
