@@ -95,7 +95,7 @@ def test_another_meaning_is_refused_and_no_file_is_changed(template, stopped, tm
         "model.rope_theta=2.0": "model.rope_theta=10000.0 (now 2.0)",
         "conversations.learn=last": "conversations.learn=assistant (now last)",
         "run.seed=3": "run.seed=0 (now 3)",
-        f"conversations.path={tmp_path / 'other.jsonl'}": "trained on other rows",
+        f"conversations.path={tmp_path / 'other.jsonl'}": "would train on other rows than the saved run: dataset_rows",
     }
     for override, sentence in cases.items():
         assert main(["sft", str(stopped), "--resume", override]) == 2
