@@ -77,7 +77,7 @@ def _check_padding(resolved, forward_only, params, microbatches, keys) -> None:
 
 
 def _check_pieces(resolved, params, microbatches, keys) -> None:
-    """Warns of a model that computes something else of pieces; behind the program, whose refusals come first."""
+    """Warns of a model that gives other results for pieces; called after the program, whose refusals come first."""
     if resolved.schedule is not None and resolved.schedule.num_pieces > 1:
         shapes = resolved.shapes(params)
         warn_of_places(resolved.model, shapes, microbatches, keys, resolved.schedule.num_pieces)

@@ -93,9 +93,9 @@ def check_terms(head: Callable, outer: PyTree, hidden: PyTree, inputs: PyTree, n
 def warn_of_places(
     model: Pipelined, params: PyTree, microbatches: PyTree, keys: PyTree, num_pieces: int
 ) -> None:
-    """Warns where embedding or head compute something else of pieces than of whole sequences.
+    """Warns if the embedding or the head gives other results for pieces than for whole sequences.
 
-    They are compared with random parameters and hidden states, unless the model is too large.
+    Both are compared with random parameters and hidden states, unless the model is too large.
 
     Args:
       params, microbatches, keys: arrays or shapes; no value is read.
@@ -110,8 +110,8 @@ def warn_of_places(
         found = _of_other_places(model, outer_params(params), microbatch, rng, num_pieces)
     if found:
         warnings.warn(
-            f"with num_pieces={num_pieces} the model's {' and '.join(found)} of pieces differ from those of whole "
-            "sequences: what reads a token's place, draws random numbers or divides by what a sequence counts gives "
+            f"with num_pieces={num_pieces}, pieces give another {' and another '.join(found)} than whole sequences: a "
+            "function that reads a token's place, draws random numbers or divides by what a sequence counts gives "
             "another result for a piece (docs/pipeline.md, Pieces of sequences)",
             stacklevel=2,
         )
@@ -120,7 +120,7 @@ def warn_of_places(
 def _of_other_places(
     model: Pipelined, outer: PyTree, microbatch: PyTree, rng: PyTree, num_pieces: int
 ) -> list[str]:
-    """Returns which of "embed" and the terms of "head" are not those of whole sequences."""
+    """Returns which of "embedding" and "loss" (the terms of the head) differ between pieces and whole sequences."""
     draw = np.random.default_rng(0)
 
     def numbers(leaf: jax.ShapeDtypeStruct) -> jax.Array:

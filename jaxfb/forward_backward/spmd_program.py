@@ -131,8 +131,8 @@ class SpmdProgram:
             check_sums(traced, of_more_rows, seen, parts)
         cut = specs_of(microbatches, self.mesh, context is not None)
         specs = (_manual(self.specs), cut, rows_spec(self.mesh))
-        of_tokens = self._of_tokens(traced, context, given)
-        body = _OneDevice(self, traced, context, num_parts, of_tokens)
+        per_token = self._of_tokens(traced, context, given)
+        body = _OneDevice(self, traced, context, num_parts, per_token)
         return body, (params, microbatches, keys), specs
 
     def _of_tokens(

@@ -98,7 +98,7 @@ class Critic:
     @cached_property
     def _skips(self) -> SkipGuard:
         params = jax.eval_shape(self._random, jax.random.key(0))
-        named = {"of": "the critic", "error": CriticAbort}
+        named = {"whose": "the critic", "error": CriticAbort}
         return SkipGuard.of(self._base.config, params, lambda text: self.say(text), **named)
 
     @cached_property

@@ -56,7 +56,7 @@ class SkipGuard:
     limit:   end the run after so many failed updates in a row; None never does.
     patient: do not count gradients that overflow while a dynamic loss scale can still go down.
     params:  anything with the tree structure of the parameters, for the names.
-    of:      what the updates are of, in words, where it is not the model that is trained. error: ends the run.
+    whose:   what the updates are of if not of the trained model, such as "the critic". error: ends the run.
 
     failed: updates in a row, up to the latest, that were not finite; while it is not 0 nothing is to be saved.
     """
@@ -67,16 +67,16 @@ class SkipGuard:
         params: Any,
         say: Callable[[str], None],
         patient: bool = False,
-        of: str = "",
+        whose: str = "",
         error: type[NonFiniteAbort] = NonFiniteAbort,
     ):
         self._limit, self._params, self._say, self._patient = limit, params, say, patient
-        self._of, self._error = f" of {of}" if of else "", error
+        self._of, self._error = f" of {whose}" if whose else "", error
         self._in_a_row = self.failed = 0
 
     @classmethod
     def of(cls, config: Any, params: Any, say: Callable[[str], None], **more: Any) -> SkipGuard:
-        """Returns the guard that a config asks for. more: `of` and `error`, as for the class."""
+        """Returns the guard that a config asks for. more: `whose` and `error`, as for the class."""
         patient = isinstance(loss_scale(config), DynamicLossScale)
         return cls(config.run.max_nonfinite, params, say, patient, **more)
 

@@ -27,7 +27,7 @@ class Found(NamedTuple):
     is_local: bool
 
 
-class Places:
+class CheckpointSources:
     """The two places where a run's checkpoints lie, read by all processes together.
 
     allow_changes: accept a config that gives the saved parameters or rows another meaning.

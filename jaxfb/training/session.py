@@ -21,7 +21,7 @@ from jaxfb.training.goodput import Goodput
 from jaxfb.training.guard import NonFiniteAbort, listed, trained, unsound_leaves
 from jaxfb.training.local_tier import LocalTier, local_tier
 from jaxfb.training.phases import Phases
-from jaxfb.training.resume import Places
+from jaxfb.training.resume import CheckpointSources
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.run_lock import OpenDirectory
 from jaxfb.training.working_directory import WorkingDirectory
@@ -148,9 +148,9 @@ class Run(AbstractContextManager["Run"]):
           ValueError: the checkpoint is of another model, optimizer or seed, or would continue with other rows; or the
             checkpoints of a saved run are gone.
         """
-        places = Places(self.work, self.directory, self._store, allow_changes)
-        found = places.newest()
-        self._local = places.local
+        sources = CheckpointSources(self.work, self.directory, self._store, allow_changes)
+        found = sources.newest()
+        self._local = sources.local
         if found is None:
             return
         state, record, is_local = found
@@ -174,7 +174,7 @@ class Run(AbstractContextManager["Run"]):
         self._opened = OpenDirectory(self.directory.path)
 
     def keep_working_directory(self) -> None:
-        """Returns to the directory of which relative paths are, where a function of the caller has left it."""
+        """Changes back to the working directory of the start, in case a function of the caller has changed it."""
         self._working.keep(self.say)
 
     def check_directory(self) -> None:

@@ -1,4 +1,4 @@
-"""Keeps a run in the working directory that it began in, of which its relative paths are."""
+"""Keeps a run in the working directory that it began in, from which its relative paths start."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import suppress
 
 
 class WorkingDirectory:
-    """The working directory at the start of a run, to which the run returns where a function of the caller left it.
+    """The working directory at the start of a run, and the way back if a function of the caller changes it.
 
     A callback or a reward that executes code in a directory of its own may change it for good. Relative paths, such as
     that of the run's own directory, would then lead elsewhere, and nothing could be saved any more.
@@ -18,7 +18,7 @@ class WorkingDirectory:
         self._path, self._told = _working_directory(), False
 
     def keep(self, say: Callable[[str], None]) -> None:
-        """Returns to the directory, where it was left, and tells so the first time."""
+        """Changes back to the directory if it was left, and reports that the first time."""
         now = _working_directory()
         if self._path in (None, now):
             return
@@ -29,7 +29,7 @@ class WorkingDirectory:
                 there = "to a directory that is gone" if now is None else f"to {now}"
                 say(
                     f"[run] the working directory was changed {there} while the run was in progress; it is "
-                    f"changed back to {self._path}, of which the run's relative paths are"
+                    f"changed back to {self._path}, from which the run's relative paths start"
                 )
 
 

@@ -380,7 +380,7 @@ def mean_of_rows(outer, hidden, microbatch, rng):
         ({"embed": embed_by_place}, "embedding"),
         ({"embed": embed_with_draws}, "embedding"),
         ({"head": mean_of_rows}, "loss"),
-        ({"embed": embed_by_place, "head": mean_of_rows}, "embedding and loss"),
+        ({"embed": embed_by_place, "head": mean_of_rows}, "embedding and another loss"),
     ],
     ids=["right", "place", "draws", "mean", "both"],
 )
@@ -392,12 +392,12 @@ def test_what_a_piece_computes_otherwise_than_the_whole_is_warned_of(own, named)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         warn_of_places(model, PARAMS, microbatches, keys, 2)
-    assert [str(one.message).partition(" of pieces")[0] for one in heard] == (
-        [f"with num_pieces=2 the model's {named}"] if named else []
+    assert [str(one.message).partition(" than whole")[0] for one in heard] == (
+        [f"with num_pieces=2, pieces give another {named}"] if named else []
     )
 
 
 def test_a_call_warns_of_a_model_that_computes_otherwise_of_pieces():
     model = Pipelined(embed_by_place, layer, head, layer_piece=layer_piece)
-    with pytest.warns(UserWarning, match="the model's embedding of pieces differ"):
+    with pytest.warns(UserWarning, match="pieces give another embedding than whole sequences"):
         in_pieces(model, PARAMS, BATCH, num_pieces=2, forward_only=True)

@@ -64,7 +64,7 @@ def test_the_limit_of_failed_updates_in_a_row_ends_the_run():
 
 
 def test_what_is_told_of_another_model_than_the_trained_one_names_it():
-    said, guard = [], SkipGuard(2, {"w": 0}, lambda text: said.append(text), of="the critic")
+    said, guard = [], SkipGuard(2, {"w": 0}, lambda text: said.append(text), whose="the critic")
     guard.check(1, NO_TOKENS)
     with pytest.raises(NonFiniteAbort, match="2 updates of the critic in a row, up to update 3"):
         for number in (2, 3):

@@ -30,7 +30,7 @@ NOT_DATA = {
         training/dump.py::read_dump training/loop.py::_check_stop training/own_rows.py::_Indexed.restore
         training/own_rows.py::_check_kind training/run_dir.py::RunDirectory.check
         training/run_dir.py::RunDirectory.refuse_unless_free
-        training/run_dir.py::RunDirectory.refuse_unless_run training/resume.py::Places._check_newest
+        training/run_dir.py::RunDirectory.refuse_unless_run training/resume.py::CheckpointSources._check_newest
     """,
     "a flag of the command line": """
         cli/bench.py::_answer cli/bench.py::directory cli/checks.py::chaos cli/training.py::launch

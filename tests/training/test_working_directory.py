@@ -1,4 +1,4 @@
-"""A callback, or a function of the task, may leave the working directory, of which a run's relative paths are."""
+"""A callback, or a function of the task, may leave the working directory, from which a run's relative paths start."""
 
 import os
 
