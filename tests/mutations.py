@@ -2960,6 +2960,13 @@ MUTATIONS = (
         "guard/test_guards.py::test_rows_of_a_stream_are_those_of_their_update_after_a_rollback",
     ),
     Mutation(
+        "a_state_is_returned_before_it_is_copied",
+        "update/states.py",
+        "return self._donated(jax.block_until_ready(state))",
+        "return self._donated(state)",
+        "update/test_train_step.py::test_a_host_array_that_its_owner_changes_does_not_change_the_state",
+    ),
+    Mutation(
         "numbers_of_rows_taken_for_tokens",
         "forward_backward/of_tokens.py",
         "fits and leaf.shape[1] != width for",

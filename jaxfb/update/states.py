@@ -104,9 +104,12 @@ class StepStates:
         if jax.process_count() > 1:  # device_put does not reach devices of other processes; a jit does
             shapes = jax.eval_shape(self._create, params, key)
             made = jax.jit(self._create, out_shardings=self.state_shardings(shapes), donate_argnums=donated)
-            return self._donated(made(jax.tree.map(_on_the_host, params), key))
-        create = jax.jit(self._create, donate_argnums=donated) if donate else self._copied
-        return self._donated(create(*jax.device_put((params, key), (places, NamedSharding(mesh, P())))))
+            state = made(jax.tree.map(_on_the_host, params), key)
+        else:
+            create = jax.jit(self._create, donate_argnums=donated) if donate else self._copied
+            state = create(*jax.device_put((params, key), (places, NamedSharding(mesh, P()))))
+        # on CPU devices an array of the host is read where it lies: the caller may change it as soon as this returns
+        return self._donated(jax.block_until_ready(state))
 
     def abstract_state(self, params: Callable[[jax.Array], PyTree]) -> TrainState:
         """Returns what `init` would return for a function key -> parameters, as shapes, dtypes and shardings."""

@@ -481,8 +481,9 @@ def test_the_arrays_that_a_state_is_made_of_stay_the_callers(sizes):
 def test_a_host_array_that_its_owner_changes_does_not_change_the_state():
     for sizes in ({}, {"data": 2}):
         mesh = make_mesh(**sizes)
-        params = {"w": np.zeros(2048), "b": np.zeros(1)}
+        params = {"w": np.zeros(1 << 22), "b": np.zeros(1)}  # so many that a copy takes a while
         state = make_train_step(loss, optax.sgd(0.1), mesh, plan_of(2, mesh.shape["data"])).init(params)
+        assert all(leaf.is_ready() for leaf in jax.tree.leaves(state.params))
         params["w"][:] = 7
         assert not np.any(host(state.params["w"]))
 
