@@ -2960,6 +2960,13 @@ MUTATIONS = (
         "guard/test_guards.py::test_rows_of_a_stream_are_those_of_their_update_after_a_rollback",
     ),
     Mutation(
+        "a_batch_of_the_host_is_not_copied",
+        "parallel/sharding.py",
+        "return leaf.copy()",
+        "return leaf",
+        "forward_backward/test_callers_meshes.py::test_a_batch_of_the_host_may_be_filled_anew_once_a_call_returned",
+    ),
+    Mutation(
         "a_state_is_returned_before_it_is_copied",
         "update/states.py",
         "return self._donated(jax.block_until_ready(state))",

@@ -108,9 +108,14 @@ def abstract(tree: PyTree, places: PyTree) -> PyTree:
 
 
 def adopt(tree: PyTree, targets: PyTree) -> PyTree:
-    """Moves to `targets` (a NamedSharding, or a tree of them) what the caller committed to other devices."""
+    """Moves to `targets` (a NamedSharding, or a tree of them) what the caller committed to other devices.
+
+    Arrays of the host are copied: a program reads them after its call returned, when the caller may fill them anew.
+    """
 
     def move(leaf, target):
+        if isinstance(leaf, np.ndarray):
+            return leaf.copy()
         elsewhere = isinstance(leaf, jax.Array) and leaf.committed and is_elsewhere(leaf, target)
         return jax.device_put(leaf, target) if elsewhere else leaf
 

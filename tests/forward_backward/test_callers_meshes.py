@@ -103,6 +103,40 @@ def test_numbers_may_be_on_another_device():
     close(grads(grad_scale=jax.device_put(1.0, elsewhere), weights={"loss": jax.device_put(24.0, elsewhere)}))
 
 
+def late_loss(params, microbatch, rng):
+    """Reads the batch after a computation that takes a while."""
+    w = jax.lax.fori_loop(0, 40, lambda _, w: jnp.tanh(w @ w), params["w"])
+    return jaxfb.Sum(jnp.square(microbatch["x"] @ w[:6]).sum(), microbatch["x"].size)
+
+
+def aligned(values):
+    """Returns a copy of an array of the host whose memory a program on a CPU device can read where it lies."""
+    numbers = np.zeros(values.size + 8)
+    start = -numbers.ctypes.data % 64 // 8
+    array = numbers[start : start + values.size].reshape(values.shape)
+    array[...] = values
+    return array
+
+
+@pytest.mark.parametrize("of_a_step", [False, True], ids=["call", "step"])
+def test_a_batch_of_the_host_may_be_filled_anew_once_a_call_returned(of_a_step):
+    params = {"w": np.eye(256)}
+    plan = jaxfb.BatchPlan(rows=ROWS, rows_per_microbatch=ROWS)
+    step = jaxfb.make_train_step(late_loss, optax.sgd(0.1), None, plan)
+    fb = jaxfb.get_forward_backward_func()
+
+    def loss_of(batch):
+        return (
+            step(step.init(params), batch)[1].loss if of_a_step else fb(late_loss, params, batch, plan).loss
+        )
+
+    batch = {"x": aligned(BATCH["x"])}
+    wanted = float(loss_of(batch))
+    got = loss_of(batch)
+    batch["x"][...] = np.nan
+    assert float(got) == wanted
+
+
 def test_what_a_traced_call_cannot_change_is_refused():
     one = jaxfb.get_forward_backward_func()
     with pytest.raises(ValueError, match="explicit axes data of a mesh in a function that JAX traces"):
