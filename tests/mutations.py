@@ -2934,8 +2934,8 @@ MUTATIONS = (
     Mutation(
         "loss_of_a_row_is_spread_over_its_tokens",
         "losses/policy.py",
-        "if jnp.shape(answer[0]) != shape:",
-        "if jnp.ndim(answer[0]) != len(shape):",
+        "if jnp.shape(returned[0]) != shape:",
+        "if jnp.ndim(returned[0]) != len(shape):",
         "losses/test_coupling.py::test_a_loss_that_returns_something_else_is_refused_by_its_name",
     ),
     Mutation(

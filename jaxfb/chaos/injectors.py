@@ -48,10 +48,10 @@ class AfterUpdate(Callback):
         work, compute = run.work, run.work.update
 
         def update(number: int, batch: Any) -> Any:
-            answer = compute(number, batch)
+            result = compute(number, batch)
             if number + 1 >= self._update and self._left:
                 self._left -= 1
                 work.train_state = self._change(work.train_state)
-            return answer
+            return result
 
         work.update = update

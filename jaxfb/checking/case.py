@@ -37,7 +37,7 @@ class Case:
     leaves:      unusual leaves beside them: empty (of size zero), unused, stopped (read without a gradient), scalar.
     mixed:       vectors stay float32 where matrices are 16-bit.
     large_tables: embedding and head are treated as so large that no device has all of them, as for 8B.
-    terms, layer_terms, metrics, layer_metrics, outputs: what the toy's loss function returns, by name (`answers.py`).
+    terms, layer_terms, metrics, layer_metrics, outputs: what the toy's loss function returns, by name (`outputs.py`).
     masks:       full, ragged, empty_microbatch (one of them counts nothing) or empty (none counts anything).
     length:      tokens of a row.
     surplus:     rows of padding under remainder="pad", rows too many under remainder="drop".

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfb.checking import toys
-from jaxfb.checking.answers import answer
 from jaxfb.checking.case import Case
+from jaxfb.checking.outputs import output
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params, transformer
 from jaxfb.refusal import Refused
@@ -143,7 +143,7 @@ def _loss(case: Case, apply) -> LossFn:
 
     def loss(params, microbatch, rng):
         logits, hidden = apply(params, microbatch["tokens"])
-        return answer(case, logits, hidden, microbatch, jnp.ones(3, logits.dtype))
+        return output(case, logits, hidden, microbatch, jnp.ones(3, logits.dtype))
 
     return loss
 

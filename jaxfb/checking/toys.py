@@ -15,8 +15,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxfb.checking.answers import answer
 from jaxfb.checking.case import Case
+from jaxfb.checking.outputs import output
 from jaxfb.models.layers import dropout
 from jaxfb.parallel.context import context_attention, size_here
 from jaxfb.types import LossFn, LossOutput, Pipelined, Sum
@@ -145,7 +145,7 @@ def score(case: Case, outer: PyTree, hidden: jax.Array, microbatch: dict) -> Los
         gain = gain * lax.stop_gradient(outer["stopped"])[0]
     if "scalar" in case.leaves:
         gain = gain * outer["scalar"]
-    return answer(case, hidden @ kernel, hidden, microbatch, gain)
+    return output(case, hidden @ kernel, hidden, microbatch, gain)
 
 
 def named(tree: PyTree) -> dict[str, Any]:

@@ -60,14 +60,14 @@ def run(name: str | None, arguments: list[str]) -> int:
         hint = f"did you mean {close[0]}? " if close else ""
         raise Refused(f"[bench] no benchmark {name!r}; {hint}`jaxfb bench` lists them")
     script = directory() / f"{'performance' if name == 'report' else name}.py"
-    if arguments and (text := _answer(name, script.read_text(), arguments)) is not None:
+    if arguments and (text := _without_parser(name, script.read_text(), arguments)) is not None:
         print(text)
         return 0
     return subprocess.run([sys.executable, str(script), *arguments]).returncode
 
 
-def _answer(name: str, source: str, arguments: list[str]) -> str | None:
-    """Returns what answers the arguments in place of a script without a parser, which would not look at them.
+def _without_parser(name: str, source: str, arguments: list[str]) -> str | None:
+    """Returns what is printed in place of running a script without a parser, which would not look at them.
 
     Raises:
       ValueError: the script takes no arguments.

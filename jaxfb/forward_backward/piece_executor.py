@@ -27,8 +27,8 @@ class PieceExecutor(Executor):
         """Returns what runs a tick."""
         return _PieceTick
 
-    def _answer(self, buffers: Buffers) -> LossOutput:
-        return whole_records(super()._answer(buffers), self.program.num_pieces)
+    def _output(self, buffers: Buffers) -> LossOutput:
+        return whole_records(super()._output(buffers), self.program.num_pieces)
 
 
 class _PieceTick(Tick):
@@ -47,7 +47,7 @@ class _PieceTick(Tick):
             )
         return shapes
 
-    def _answer_of_layers(self, layers, hidden, inputs) -> LossOutput:
+    def _output_of_layers(self, layers, hidden, inputs) -> LossOutput:
         return LossOutput({})
 
     def _inputs(self, microbatch: jax.Array) -> StageInputs:

@@ -82,7 +82,7 @@ class Executor:
                 buffers = lax.scan(lambda b, row: (one(b, row), None), buffers, rows)[0]  # noqa: B023
         if last is not None:
             buffers = self._last_tick(last, tick, buffers)
-        return buffers.grads, self._answer(buffers)
+        return buffers.grads, self._output(buffers)
 
     def _last_tick(self, last: LastTick, tick: Tick, buffers: Buffers) -> Buffers:
         """Runs the last tick; the gradients of the layers are reduced then."""
@@ -109,7 +109,7 @@ class Executor:
 
         return run, (shared, mine)
 
-    def _answer(self, buffers: Buffers) -> LossOutput:
+    def _output(self, buffers: Buffers) -> LossOutput:
         """Returns the records as one LossOutput with [num_microbatches, ...] leaves, equal on all devices of the
         pipe.
         """
@@ -145,9 +145,9 @@ class Tick:
         zero = jnp.int32(0)
         inputs, layers = jax.eval_shape(lambda: (self._inputs(zero), self._layers(zero)))
         hidden = _check_float(jax.eval_shape(self._head.embed, self._weights.outer, inputs))
-        return Shapes(inputs, layers, hidden, self._answer_of_layers(layers, hidden, inputs))
+        return Shapes(inputs, layers, hidden, self._output_of_layers(layers, hidden, inputs))
 
-    def _answer_of_layers(self, layers: Layers, hidden: PyTree, inputs: StageInputs) -> LossOutput:
+    def _output_of_layers(self, layers: Layers, hidden: PyTree, inputs: StageInputs) -> LossOutput:
         """Returns shapes of the terms and metrics of a stage's layers."""
         return jax.eval_shape(self._stage.forward, layers, hidden, inputs)[1]
 
@@ -210,10 +210,10 @@ class Tick:
 
         if self._seeds is None:
 
-            def answer_only(records):
+            def loss_only(records):
                 return put(records, microbatch, self._head.loss(self._weights.outer, hidden, inputs))
 
-            return b._replace(records=self._if("loss", when, row["loss_valid"], answer_only, b.records))
+            return b._replace(records=self._if("loss", when, row["loss_valid"], loss_only, b.records))
 
         def add_loss(carried):
             records, gradient, outer = carried

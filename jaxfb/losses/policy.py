@@ -111,19 +111,19 @@ class PolicyLoss:
         return own if self.aggregation is None else self.aggregation
 
 
-def _pair(surrogate: Any, answer: Any, shape: tuple[int, ...]) -> tuple[jax.Array, dict]:
+def _pair(surrogate: Any, returned: Any, shape: tuple[int, ...]) -> tuple[jax.Array, dict]:
     """Returns what a surrogate returned; ValueError unless it is a loss of every token and metrics by name."""
-    if not isinstance(answer, tuple) or len(answer) != 2 or not isinstance(answer[1], dict):
+    if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[1], dict):
         raise Refused(
             f"[loss] the surrogate {name_of(surrogate)} must return (loss per token, metrics), such as (losses, {{}}), "
-            f"got a {type(answer).__name__}"
+            f"got a {type(returned).__name__}"
         )
-    if jnp.shape(answer[0]) != shape:
+    if jnp.shape(returned[0]) != shape:
         raise Refused(
-            f"[loss] the surrogate {name_of(surrogate)} must return a loss of every token, [rows, seq]={shape}, got "
-            f"one of shape {jnp.shape(answer[0])}; spread the loss of a sequence over its tokens with jnp.broadcast_to"
+            f"[loss] the surrogate {name_of(surrogate)} must return a loss of every token, [rows, seq]={shape}, "
+            f"got one of {jnp.shape(returned[0])}; spread the loss of a sequence over its tokens with jnp.broadcast_to"
         )
-    return answer
+    return returned
 
 
 def mean_metric(per_token: jax.Array, sequences: Sequences) -> Sum:

@@ -1,7 +1,7 @@
 """Finds which tokens of a microbatch count, and to which sequence each belongs.
 
-What post-training losses ask of a microbatch before they aggregate: the answer is of whole sequences, also where
-a context axis cuts them, and of sequences rather than rows where several are packed in one row.
+What post-training losses ask of a microbatch before they aggregate: it is found for whole sequences, also where
+a context axis cuts them, and for sequences rather than rows where several are packed in one row.
 """
 
 from __future__ import annotations

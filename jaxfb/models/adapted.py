@@ -58,7 +58,7 @@ class LoRA:
 
     @property
     def scale(self) -> float:
-        """Returns what an adapter's answer is multiplied by."""
+        """Returns what an adapter's output is multiplied by."""
         return self.alpha / self.rank
 
     def adapts(self, name: str) -> bool:

@@ -64,9 +64,9 @@ class Attention(nnx.Module):
         query, key, value = self._projected(x_RTD)
         query, key = self._rotated(query, positions_RT), self._rotated(key, positions_RT)
         context_RTHK, kept = attend(self._scaled(query), key, value, *self._scores())
-        return self._answer(context_RTHK), kept
+        return self._output(context_RTHK), kept
 
-    def _answer(self, context_RTHK: jax.Array) -> jax.Array:
+    def _output(self, context_RTHK: jax.Array) -> jax.Array:
         """Returns what is added to the residual stream, float[R, T, D]."""
         joined = context_RTHK.reshape(*context_RTHK.shape[:2], -1)
         out_RTD = self.output(constrain(joined, None, None, "tensor"))

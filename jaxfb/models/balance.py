@@ -38,7 +38,7 @@ class Routing(NamedTuple):
     logits:  float[R, T, E].
     probs:   float[R, T, E], adding up to 1: the softmax, or the sigmoids over their sum.
     experts: i32[R, T, K], likeliest first.
-    weights: float[R, T, K], what each expert's answer is multiplied by.
+    weights: float[R, T, K], what each expert's output is multiplied by.
     """
 
     logits: jax.Array

@@ -48,7 +48,7 @@ class LatentAttention(Attention):
     def __call__(self, x_RTD: jax.Array, positions_RT: jax.Array, attend: Attend) -> tuple[jax.Array, Any]:
         query, key, value = self._expanded(x_RTD, positions_RT)
         context_RTHK, kept = attend(self._scaled(query), key, value, *self._scores())
-        return self._answer(context_RTHK[..., : self.latent.value_size]), kept
+        return self._output(context_RTHK[..., : self.latent.value_size]), kept
 
     def _expanded(self, x_RTD: jax.Array, positions_RT: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns (queries, keys, values), each [R, T, H, K]."""

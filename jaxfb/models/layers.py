@@ -87,7 +87,7 @@ class SwiGLU(nnx.Module):
         return constrain(inner_RTF, None, None, "tensor")
 
     def outer(self, inner_RTF: jax.Array) -> jax.Array:
-        """Returns the answer, float[R, T, D], of what `inner` returned."""
+        """Returns the block's output, float[R, T, D], from what `inner` returned."""
         return residual_stream(self.down(inner_RTF), self.sequence_parallel)
 
 

@@ -5,8 +5,8 @@
 Those of experts are all below "adapters", beside the experts' arrays: {"gate": [layers, experts, in, out], ...,
 "adapters": {"gate": {"lora_a": [layers, experts, in, rank], "lora_b": [layers, experts, rank, out]}, ...}}.
 
-A module is adapted after it was rebuilt from its arrays, so no module knows of adapters but `Linear`, which adds what
-its adapter answers. The kernel itself is not changed: a frozen one has no gradient.
+A module is adapted after it was rebuilt from its arrays, so no module knows of adapters but `Linear`, which adds the
+output of its adapter. The kernel itself is not changed: a frozen one has no gradient.
 
 Shapes: R = rows, T = tokens of a row.
 """

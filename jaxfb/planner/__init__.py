@@ -14,7 +14,6 @@ _PUBLIC = {
     "Estimate": "formula",
     "Verdict": "verdict",
     "plan": "verdict",
-    "answer": "text",
     "page": "text",
 }
 

@@ -1,4 +1,4 @@
-"""The compiler's own answer: memory, work and traffic of the step, compiled ahead of time in a separate process.
+"""Asks the compiler itself: memory, work and traffic of the step, compiled ahead of time in a separate process.
 
 This takes a separate process, since the environment that starts libtpu or simulates devices is read once, when JAX
 starts, and a compiler does not free what it allocates.
@@ -28,7 +28,7 @@ from jaxfb.refusal import Refused
 
 @dataclass(frozen=True)
 class Compiled:
-    """The compiler's answer. Bytes, on one device.
+    """Holds what the compiler reports. Bytes, on one device.
 
     arguments: the train state and the batch. temporaries: everything else, gradients included.
     outputs: results that are not written in the place of an argument. code: of the program.
@@ -75,12 +75,12 @@ def compile_for(
         raise _not_installed(missing)
     request = {"config": config_to_dict(config), "topology": topology.text}
     with tempfile.TemporaryDirectory() as directory:
-        answer = _run_child(request, topology, Path(directory), say)
-    if "refused" in answer:
-        raise Refused(answer["refused"])
-    if "too_large" in answer:
-        return TooLarge(**answer["too_large"])
-    return Compiled(**answer["compiled"])
+        result = _run_child(request, topology, Path(directory), say)
+    if "refused" in result:
+        raise Refused(result["refused"])
+    if "too_large" in result:
+        return TooLarge(**result["too_large"])
+    return Compiled(**result["compiled"])
 
 
 def compiles_here(config: Config, topology: Topology, say: Callable[[str], None]) -> bool:
@@ -120,9 +120,9 @@ def missing_compiler(topology: Topology) -> str | None:
 
 
 def _run_child(request: dict, topology: Topology, directory: Path, say: Callable[[str], None]) -> dict:
-    asked, answered, log = directory / "request.json", directory / "answer.json", directory / "log"
-    asked.write_text(json.dumps(request))
-    command = [sys.executable, "-m", "jaxfb.planner.compiled", str(asked), str(answered)]
+    request_file, result_file, log = directory / "request.json", directory / "result.json", directory / "log"
+    request_file.write_text(json.dumps(request))
+    command = [sys.executable, "-m", "jaxfb.planner.compiled", str(request_file), str(result_file)]
     began, reported = time.monotonic(), 0.0
     every = seconds_between_reports()
     with log.open("w") as output:
@@ -138,8 +138,8 @@ def _run_child(request: dict, topology: Topology, directory: Path, say: Callable
         finally:
             if child.poll() is None:
                 child.kill()
-    if answered.exists():
-        return json.loads(answered.read_text())
+    if result_file.exists():
+        return json.loads(result_file.read_text())
     last = "\n".join(log.read_text().splitlines()[-15:])
     killed = " (killed: the compiler itself ran out of memory?)" if child.returncode == -9 else ""
     raise RuntimeError(f"the compiler ended with code {child.returncode}{killed}:\n{last}")
@@ -165,19 +165,19 @@ def _environment(topology: Topology) -> dict[str, str]:
 
 
 def main(arguments: list[str]) -> None:
-    """Runs in the child process: reads a request, writes an answer."""
+    """Runs in the child process: reads a request, writes the result."""
     from jaxfb.planner.topology import parse_topology
 
     request = json.loads(Path(arguments[0]).read_text())
     try:
         config, topology = config_from_dict(request["config"]), parse_topology(request["topology"])
-        answer = _answer(config, topology, Path(arguments[1]).parent)
+        result = _result(config, topology, Path(arguments[1]).parent)
     except ValueError as error:
-        answer = {"refused": str(error)}
-    Path(arguments[1]).write_text(json.dumps(answer))
+        result = {"refused": str(error)}
+    Path(arguments[1]).write_text(json.dumps(result))
 
 
-def _answer(config: Config, topology: Topology, directory: Path) -> dict:
+def _result(config: Config, topology: Topology, directory: Path) -> dict:
     import jax
 
     from jaxfb.planner.job import make_job
@@ -202,10 +202,10 @@ def _answer(config: Config, topology: Topology, directory: Path) -> dict:
             raise
         if (fewer := _without_memory(config, job.step.compiler_options)) is None:
             return {"too_large": asdict(refusal)}
-        answer = _answer(fewer, topology, directory)
-        if "compiled" in answer:
-            answer["compiled"]["computed_twice"] = True
-        return answer
+        result = _result(fewer, topology, directory)
+        if "compiled" in result:
+            result["compiled"]["computed_twice"] = True
+        return result
     seconds = (lowered_at - began, time.monotonic() - lowered_at)
     work = routed(job, traced.jaxpr)
     compiled = _read(program, job, topology, work, *seconds)

@@ -22,7 +22,7 @@ from jaxfb.planner.formula import Estimate, estimate
 from jaxfb.planner.job import model_sizes
 from jaxfb.planner.known import Known
 from jaxfb.planner.memory_left import variants
-from jaxfb.planner.text import answer, duration_of
+from jaxfb.planner.text import duration_of, headline
 from jaxfb.planner.topology import Topology
 from jaxfb.planner.verdict import Verdict, compiled_verdict, estimated
 from jaxfb.refusal import Refused
@@ -364,14 +364,14 @@ def _compiled(formula: list[Found], count: int, known: Known, say, keep) -> list
         found.remove(asked)
         say(f"compiling: {label(asked.config)}")
         try:
-            verdict = _answer(asked, known, say)
+            verdict = _verdict(asked, known, say)
         except (ValueError, RuntimeError) as error:  # of one layout is no reason to lose the others
             say(f"  left out: {error}")
             if isinstance(error, Refused) and str(error) in map(str, refusals):
                 raise  # it is not of one layout
             refusals.append(error)
         else:
-            say(f"  {answer(verdict)}, {duration_of(verdict.step_seconds)} a step")
+            say(f"  {headline(verdict)}, {duration_of(verdict.step_seconds)} a step")
             found.append(replace(asked, verdict=verdict))
         if found:
             keep(_ranked(found))
@@ -382,7 +382,7 @@ def _compiled(formula: list[Found], count: int, known: Known, say, keep) -> list
     return _ranked(found)
 
 
-def _answer(asked: Found, known: Known, say) -> Verdict:
+def _verdict(asked: Found, known: Known, say) -> Verdict:
     if asked.verdict.compiled is not None:  # by a search before this one
         return asked.verdict
     verdict = compiled_verdict(asked.config, asked.verdict, say)

@@ -1,4 +1,4 @@
-"""A verdict as a page of text: the answer first, then the numbers it rests on, then what was assumed."""
+"""A verdict as a page of text: the headline first, then the numbers it rests on, then what was assumed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def page(name: str, verdict: Verdict) -> str:
     return "\n\n".join(text for text in texts if text)
 
 
-def answer(verdict: Verdict) -> str:
+def headline(verdict: Verdict) -> str:
     """Returns one sentence: does it fit, by how much, and according to whom."""
     who = {Compiled: "the compiler", TooLarge: "the compiler"}.get(type(verdict.compiled), "estimated")
     device = _device(verdict)
@@ -66,7 +66,7 @@ def _head(name: str, verdict: Verdict) -> Iterator[str]:
     if verdict.schedule:
         yield f"  schedule {verdict.schedule}, bubble {verdict.bubble:.1%}"
     yield ""
-    yield answer(verdict)
+    yield headline(verdict)
     if verdict.uncut > UNCUT:
         axes = " x ".join(
             f"{axis} {size}" for axis, size in verdict.mesh.items() if axis in SHARD_AXES and size > 1

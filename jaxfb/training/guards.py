@@ -64,13 +64,13 @@ class Guards:
         self._latest = (number + 1, None)
         self._run.work.limits = self._spikes.limits(number + 1)
         if _is_due(self._config.verify_every, number + 1):
-            answer = self._repeated(number, batch)
+            result = self._repeated(number, batch)
         else:
-            answer = self._run.work.update(number, batch)
+            result = self._run.work.update(number, batch)
         if _is_due(self._config.compare_replicas_every, number + 1):
-            self._latest = (number + 1, jax.device_get(answer[0]))  # a dump of this update has its numbers
+            self._latest = (number + 1, jax.device_get(result[0]))  # a dump of this update has its numbers
             self._compare(number + 1)
-        return answer
+        return result
 
     def check_start(self) -> None:
         """Refuses a state to begin with whose copies are not the same on every process; all of them must call it.
@@ -164,12 +164,12 @@ class Guards:
         return write_dump(self._run, update, str(error), metrics, batch, past, is_known)
 
     def _repeated(self, number: int, batch: Any) -> Any:
-        answer, verdict = update_twice(self._run.work, number, batch)
+        result, verdict = update_twice(self._run.work, number, batch)
         if verdict.cause == "device":
             raise DeviceFault(f"[guard] update {number + 1}: {verdict}")
         if verdict.cause != "none":
             self._run.say(f"update {number + 1}: {verdict}")
-        metrics, more = answer
+        metrics, more = result
         return metrics, {**more, "guard/repeated": 1, "guard/differed": int(bool(verdict.leaves))}
 
     def _compare(self, update: int) -> None:

@@ -61,22 +61,22 @@ def update_twice(work: Work, number: int, batch: Any) -> tuple[Any, Verdict]:
     kept, places = _kept(work.train_state), jax.tree.map(lambda leaf: leaf.sharding, work.train_state)
     _, first = _run(work, number, batch)
     _put_back(work, kept, places)
-    answer, second = _run(work, number, batch)
+    result, second = _run(work, number, batch)
     if not (leaves := [name for name in first if first[name] != second[name]]):
         bad = failed_self_test(work.mesh)
-        return answer, Verdict("device" if bad else "none", (), tuple(bad))
+        return result, Verdict("device" if bad else "none", (), tuple(bad))
     _put_back(work, kept, places)
-    answer, third = _run(work, number, batch)
+    result, third = _run(work, number, batch)
     if third in (first, second):
-        return answer, Verdict("transient", tuple(leaves))
+        return result, Verdict("transient", tuple(leaves))
     bad = failed_self_test(work.mesh)
-    return answer, Verdict("device" if bad else "software", tuple(leaves), tuple(bad))
+    return result, Verdict("device" if bad else "software", tuple(leaves), tuple(bad))
 
 
 def _run(work: Work, number: int, batch: Any) -> tuple[Any, Sums]:
-    """Computes the update; returns its answer and the new state's sums."""
-    answer = work.update(number, batch)
-    return answer, _sums(by_path(work.train_state))
+    """Computes the update; returns what it returns and the new state's sums."""
+    result = work.update(number, batch)
+    return result, _sums(by_path(work.train_state))
 
 
 def _sums(leaves: Mapping[str, jax.Array]) -> Sums:

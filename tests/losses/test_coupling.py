@@ -147,7 +147,7 @@ def _surrogate_of_kept_rows(tokens, sequences):
         (_bare, "_bare must return jaxfb.Sum.total, weight. or jaxfb.LossOutput"),
         (PolicyLoss(_surrogate_of_one), r"the surrogate _surrogate_of_one must return \(loss per token, metrics\)"),
         (PolicyLoss(_surrogate_of_rows), "_surrogate_of_rows must return a loss of every token, .*jnp.broadcast_to"),
-        (PolicyLoss(_surrogate_of_kept_rows), r"must return a loss of every token, .*, got one of shape \(3, 1\)"),
+        (PolicyLoss(_surrogate_of_kept_rows), r"must return a loss of every token, .*, got one of \(3, 1\)"),
     ],
     ids=["bare", "surrogate", "a loss of rows", "of rows, kept"],
 )  # fmt: skip

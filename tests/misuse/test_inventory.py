@@ -33,7 +33,7 @@ NOT_DATA = {
         training/run_dir.py::RunDirectory.refuse_unless_run training/resume.py::CheckpointSources._check_newest
     """,
     "a flag of the command line": """
-        cli/bench.py::_answer cli/bench.py::directory cli/checks.py::chaos cli/training.py::launch
+        cli/bench.py::_without_parser cli/bench.py::directory cli/checks.py::chaos cli/training.py::launch
         chaos/command.py::_check_reference chaos/runs.py::Laboratory.reference
         config/load.py::load_config config/reference.py::reference
         config/starter.py::_make_directory

@@ -48,7 +48,7 @@ def compiles(monkeypatch):
 
 
 def answered(tmp_path):
-    return compiled._answer(load_config("configs/8b.yaml", []), parse_topology("v5e:4x4"), tmp_path)
+    return compiled._result(load_config("configs/8b.yaml", []), parse_topology("v5e:4x4"), tmp_path)
 
 
 @pytest.mark.parametrize("refused", [[], [ONCE]])

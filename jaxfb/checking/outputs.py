@@ -42,7 +42,7 @@ class Given:
         return jnp.where(self.counts[..., None], self.hidden, 0)
 
 
-def answer(case: Case, logits: jax.Array, hidden: jax.Array, microbatch: dict, gain: jax.Array) -> LossOutput:
+def output(case: Case, logits: jax.Array, hidden: jax.Array, microbatch: dict, gain: jax.Array) -> LossOutput:
     """Returns the terms, metrics and outputs that the case names, of logits [R, T, V] and hidden [R, T, W]."""
     given = _given(logits, hidden, microbatch, gain)
     return LossOutput(
