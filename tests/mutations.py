@@ -641,6 +641,13 @@ MUTATIONS = (
         "planner/test_formula_split_backward.py::test_what_a_pipeline_keeps_is_what_its_slots_take",
     ),
     Mutation(
+        "weight_gradients_are_made_with_those_of_inputs",
+        "forward_backward/split_backward.py",
+        " and not product:",
+        ":",
+        "forward_backward/test_pipeline_structure.py::test_the_products_of_weight_gradients_are_put_off",
+    ),
+    Mutation(
         "windows_end_with_whole_blocks",
         "planner/formula_attention.py",
         "-(-((window or length) - 1) // block)",

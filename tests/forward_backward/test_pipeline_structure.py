@@ -180,6 +180,26 @@ def test_how_often_a_stage_of_three_layers_runs_forward(keep, forwards):
     assert products(jax.make_jaxpr(both)(jnp.zeros(HIDDEN)).jaxpr) == forwards + 2 * 3
 
 
+@pytest.mark.parametrize("keep, again", [("residuals", 0), ("inputs", 3), ("input", 5)])
+def test_the_products_of_weight_gradients_are_put_off(keep, again):
+    """Of a backward in two parts, each part has one product a layer; what runs again does so in the first alone."""
+    stage = Stage(lambda *given: layer_output(jnp.tanh(given[1] @ given[0])), keep)
+    layers, inputs = Layers(jnp.zeros((3, *KERNEL)), jnp.arange(3), jnp.ones(3, bool)), StageInputs({}, None)
+    target = Target(jnp.zeros((1, 3, *KERNEL)), jnp.int32(0), jnp.bool_(True))
+    hidden = jnp.zeros(HIDDEN)
+    slot = Slot(stage.empty(layers, hidden, inputs, 1), jnp.int32(0))
+    saved = Slot(empty_slots(stage.saved(layers, hidden, {}, inputs), 1), jnp.int32(0))
+
+    def now(slot, saved, cotangent):
+        return stage.backward_input(layers, slot, cotangent, {}, inputs, saved)
+
+    def later(slot, saved):
+        return stage.backward_weight(layers, slot, saved, {}, inputs, target)
+
+    assert products(jax.make_jaxpr(now)(slot, saved, hidden).jaxpr) == again + 3
+    assert products(jax.make_jaxpr(later)(slot, saved).jaxpr) == 3
+
+
 IN_TURN = replace(AS_IT_IS, in_turn=("*",))
 
 
