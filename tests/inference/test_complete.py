@@ -22,6 +22,7 @@ from jaxfb.inference.prompts import read_prompts, read_text, write_answers
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.generate import generate
 from jaxfb.models.transformer import init_params
+from jaxfb.refusal import Refused
 
 SMALL = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "num_kv_heads": 1, "mlp_size": 16}
 
@@ -109,10 +110,13 @@ def test_the_mesh_of_continuations_cuts_parameters_and_no_rows():
 def test_a_model_computes_in_the_dtype_that_is_asked_for(directory, capsys):
     model = open_model(directory, dtype="bfloat16")
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(model.params)} == {"bfloat16"}
-    with pytest.raises(ValueError, match="dtype must be one of .* got 'half'"):
-        open_model(directory, dtype="half")
     command = ["generate", str(directory), "mesh.tensor=3", "--prompt", "Who?"]
     assert main(command) == 2 and "cannot be made of 8 devices" in capsys.readouterr().err
+
+
+def test_another_dtype_is_refused_before_anything_is_read():
+    with pytest.raises(ValueError, match="dtype must be one of .* got 'half'"):
+        open_model("nowhere", dtype="half")
 
 
 def test_a_directory_without_its_tokenizer_is_refused():
@@ -153,6 +157,21 @@ def test_a_conversation_keeps_what_was_written_until_it_is_reset(model):
     text = "".join(out)
     first, second = text.index(last[-1]["content"]), text.index("forgotten")
     assert 0 < first < second and text.endswith("\n")
+
+
+def test_each_answer_of_a_conversation_is_drawn_with_another_seed(model, monkeypatch):
+    """What is drawn after a line that was refused is as if nobody had written it."""
+    lines, seeds = iter(["Hello", "\udcff", "Hello", "/exit"]), []
+
+    def drawn(_, messages, how):
+        if messages[-1]["content"] != "Hello":
+            raise Refused("no text")
+        seeds.append(how.seed)
+        return ["Hi"]
+
+    monkeypatch.setattr("jaxfb.inference.chat.answers", drawn)
+    chat(model, Sampling(seed=2**32 - 1), None, lambda _: next(lines), lambda _: None)
+    assert seeds == [2**32 - 1, 0]
 
 
 def test_a_line_that_is_refused_does_not_end_a_conversation(model):
@@ -259,6 +278,7 @@ def test_a_vocabulary_with_padding_draws_tokens_alone(model):
     [
         (["--temperature", "-1"], "temperature"),
         (["--top-p", "2"], "top_p=2.0 must be above 0 and at most 1"),
+        (["--tokens", "0"], "tokens must be a positive integer"),
         (["--samples", "0"], "samples must be a positive integer"),
         (["--batch", "0"], "batch must be a positive integer"),
     ],

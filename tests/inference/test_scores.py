@@ -17,7 +17,7 @@ from jaxfb.cli.commands import main
 from jaxfb.data.chat import make_chat
 from jaxfb.data.tokenizer import ByteTokenizer
 from jaxfb.inference.complete import Sampling, complete
-from jaxfb.inference.harness import HarnessModel
+from jaxfb.inference.harness import HarnessModel, _open
 from jaxfb.inference.model import open_model
 from jaxfb.inference.scores import Score, Scorer, perplexity, windows
 from jaxfb.inference.tasks import Question, answer, encode_pair, normalized, read_task
@@ -115,6 +115,7 @@ def test_answers_are_compared_without_case_articles_and_punctuation():
         ([{"prompt": "a", "answer": 4}], "must be"),
         ([{"prompt": "a", "answer": "4"}, {"prompt": "a", "choices": ["b"], "answer": 0}], "make two files"),
         ([{"prompt": "a", "choices": ["b", "c"], "answer": True}], "line 1 of .* must be"),
+        ([{"prompt": "a", "answer": ["4", 5]}], "line 1 of .* must be"),
         ([{"prompt": "a", "answer": ["4", "An."]}], "line 1 of .* is left of answer 'An.'"),
         ([{"prompt": "\ud800", "answer": "4"}], r"line 1 of .*: prompt must be text in UTF-8, got '\\ud800'"),
         ([{"prompt": "a", "answer": "\ud800"}], "line 1 of .*: answer must be text in UTF-8"),
@@ -199,9 +200,14 @@ def test_a_choice_and_a_request_stand_behind_the_start_token(started):
     assert list(encode_pair(model.tokenizer, "<|endoftext|>", " b")[0]) == [START, *a]  # a user's text
     (found,) = harness.loglikelihood([SimpleNamespace(args=("Is", " b"))])
     np.testing.assert_allclose(found[0], by_hand(model, [START, *is_], b)[0], rtol=1e-5)
+    row = [START, *is_, b[0]]
+    likeliest = logits(model.sizes, model.params, {"tokens": np.array([row])})[0, -1].argmax()
+    (drawn,) = harness.scorer.score([(row, [int(likeliest)])])
+    assert drawn.greedy and not found[1]
     for text in ("Is b", "<|endoftext|>Is b"):
         (rolled,) = harness.loglikelihood_rolling([SimpleNamespace(args=(text,))])
         np.testing.assert_allclose(rolled, by_hand(model, [START], [START, *is_, *b])[0], rtol=1e-5)
+    assert math.isfinite(perplexity(harness.scorer, "    ")["word_perplexity"])
     alone = perplexity(harness.scorer, "Is b")
     np.testing.assert_allclose(
         -4 * alone["nats_per_token"], by_hand(model, [START], [*is_, *b])[0], rtol=1e-5
@@ -240,6 +246,13 @@ def test_a_last_message_that_is_to_be_continued_stays_open(directory):
     for content, end in (("I am", "I am"), ("I am ", "I am "), ("", "<|im_end|>\n")):
         text = harness.apply_chat_template([asked, {"role": "assistant", "content": content}], False)
         assert text.endswith(f"<|im_start|>assistant\n{end}")
+
+
+@pytest.mark.parametrize(
+    ("last", "opened"), [("I am", "I am"), ("I am ", "I am"), (" I am", "I am"), ("you", "I am<end>")]
+)
+def test_a_template_may_cut_white_space_and_write_nothing_before_a_message(last, opened):
+    assert _open("I am<end>", last) == opened
 
 
 @pytest.mark.slow

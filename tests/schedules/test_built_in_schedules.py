@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from jaxfb.schedules import KINDS, NAMES, make
 from jaxfb.schedules.replay import replay
+from jaxfb.schedules.sizes import checked_pieces, checked_sizes
 
 PIPED = [name for name in NAMES if name != "gpipe"]
 IN_A_V = ("v_shape", "zb_v", "v_half", "v_min", "dualpipe_v")
@@ -30,6 +31,30 @@ def num_forward_ticks(num_stages, num_microbatches, num_chunks):
 
 def simulated(name, num_stages, num_microbatches, num_chunks=1, **costs):
     return make(name, num_stages, num_microbatches, num_chunks).simulate(**costs)
+
+
+@pytest.mark.parametrize(
+    ("given", "choices"),
+    [
+        ((8, 1000, 100), [{"num_microbatches": 617}, {"num_chunks": 62}]),
+        ((64, 100_000, 1), [{"num_microbatches": 7748}]),
+        ((1, 400_000, 3), [{"num_microbatches": 166_665}, {"num_chunks": 1}]),
+        ((1000, 1000, 20), [{"num_stages": 64, "num_microbatches": 256, "num_chunks": 16}]),
+        ((4, 10**9, 1), [{"num_microbatches": 2**16}]),
+        ((4, 10**9, 1001), [{"num_microbatches": 1}]),
+    ],
+    ids=str,
+)
+def test_a_table_too_large_is_refused_with_sizes_that_fit(given, choices):
+    with pytest.raises(ValueError, match="500000") as refused:
+        checked_sizes(*given)
+    assert list(refused.value.choices) == choices
+
+
+def test_more_pieces_than_a_table_takes_are_refused_with_those_it_takes():
+    with pytest.raises(ValueError, match="use num_pieces=312$"):
+        checked_pieces(8, 100, 2, 313)
+    assert checked_pieces(8, 100, 2, 312) == 312
 
 
 @settings(max_examples=150, deadline=None)

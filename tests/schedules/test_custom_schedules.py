@@ -2,12 +2,17 @@
 
 import copy
 import re
+from dataclasses import replace
+from itertools import combinations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxfb.schedules import NAMES, Action, Schedule, make
+from jaxfb.schedules.action import parse_cell
 from jaxfb.schedules.kinds import KINDS, Kind
-from jaxfb.schedules.phases import MAX_PHASES
+from jaxfb.schedules.phases import MAX_PHASES, phases_of
 from jaxfb.schedules.replay import replay
 
 from_table, from_text = Schedule.from_table, Schedule.from_text
@@ -85,6 +90,7 @@ def test_own_table_has_phases_slots_and_costs_like_a_built_in_one():
         ("device 0 B0 F0", "needs F0.0 of device 0, which runs in tick 1; move it to tick 1", "[B0.0]!"),
         ("device 0 F0+B0 W0 F1+B1", "W1.0 is missing on device 0", "[.]!"),
         ("device 0 W0 F0+B0", "needs B0.0 of device 0", "[W0.0]!"),
+        (f"device 0 {' '.join(f'F{m}' for m in range(60))} F59", "in ticks 59 and 60", "[F59.0]!"),
     ],
 )
 def test_bad_cell_is_marked(text, message, marked):
@@ -98,6 +104,8 @@ def test_bad_cell_is_marked(text, message, marked):
     "make_it, message",
     [
         (lambda: from_text("nothing here"), "device D ACTION"),
+        (lambda: from_text("tick one\ndevice 0 F0"), "must have a number after tick and device"),
+        (lambda: from_text(f"device {10**9} F0"), "must have a number after tick and device"),
         (lambda: from_text("device 0 F0 B0\ndevice 1 . X0.0"), "F3.1; got 'X0.0' on device 1 in tick 1"),
         (lambda: from_table([[(("F", 0),)]]), "got ('F', 0) on device 0 in tick 0"),
         (lambda: from_table([[((0, 0, 0),)]]), "got (0, 0, 0) on device 0 in tick 0"),
@@ -114,6 +122,27 @@ def test_bad_cell_is_marked(text, message, marked):
 def test_what_is_no_table_is_refused(make_it, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         make_it()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"num_microbatches": 3}, "F3.0 on device 0 is out of range: microbatches are 0 .. 2, chunks 0 .. 1"),
+        ({"num_chunks": 1}, "F0.1 on device 0 is out of range: microbatches are 0 .. 3, chunks 0 .. 0"),
+    ],
+)
+def test_a_table_of_more_than_its_sizes_is_refused(sizes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        replace(make("interleaved", 2, 4, 2), **sizes).validate()
+
+
+def test_stages_are_counted_over_all_devices_and_chunks():
+    schedule = make("interleaved", 2, 4, 3)
+    assert [schedule.device_chunk_of(stage) for stage in (0, 1, 5)] == [(0, 0), (1, 0), (1, 2)]
+    with pytest.raises(ValueError, match="stage"):
+        schedule.device_chunk_of(6)
+    with pytest.raises(ValueError, match="chunk"):
+        schedule.stage_of(0, 3)
 
 
 @pytest.mark.parametrize(
@@ -134,6 +163,15 @@ def test_replay_notices_a_wrong_slot(row):
         replay(program, schedule.placement)
 
 
+@pytest.mark.parametrize("row", ["f_last", "loss_microbatch"])
+def test_replay_notices_a_loss_of_what_leaves_no_stage(row):
+    schedule = make("1f1b", 2, 2)
+    program = copy.deepcopy(schedule.program)
+    program.rows[row][1] = {"f_last": [0, 0], "loss_microbatch": 1}[row]
+    with pytest.raises(ValueError, match="in a tick in which it leaves no stage"):
+        replay(program, schedule.placement)
+
+
 def test_irregular_table_has_few_phases_whatever_the_number_of_microbatches():
     """F and B in ticks of their own, as on ranks that take turns: the body of the merged ticks holds both."""
     for count in (4, 32):
@@ -145,3 +183,19 @@ def test_irregular_table_has_few_phases_whatever_the_number_of_microbatches():
         body = [kinds for start, stop, kinds in schedule.phases for _ in range(start, stop)]
         assert all(a.kind in kinds for kinds, row in zip(body, schedule.table, strict=True) for a in row[0])
         assert schedule.simulate().time > schedule.simulate().ideal_time
+
+
+@given(st.lists(st.sampled_from(["F0", "B0", "F0+B0"]), min_size=MAX_PHASES + 1, max_size=MAX_PHASES + 5))
+def test_phases_of_an_irregular_table_run_the_fewest_kinds(row):
+    """Of all ways to cut its ticks into so many phases; whether it is a schedule does not matter."""
+    table = [[parse_cell(cell)] for cell in row]
+    kinds = [{action.kind for action in cells[0]} for cells in table]
+
+    def executed(cuts):
+        spans = zip((0, *cuts), (*cuts, len(row)), strict=True)
+        return sum((stop - start) * len(set().union(*kinds[start:stop])) for start, stop in spans)
+
+    found = phases_of(table)
+    assert len(found) <= MAX_PHASES
+    fewest = min(map(executed, combinations(range(1, len(row)), MAX_PHASES - 1)))
+    assert sum((stop - start) * len(kinds) for start, stop, kinds in found) == fewest

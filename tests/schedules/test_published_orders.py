@@ -3,8 +3,10 @@
 import pytest
 
 from jaxfb.schedules import make
+from jaxfb.schedules.action import parse_action
 from jaxfb.schedules.dualpipe_v import dualpipe_v_orders
 from jaxfb.schedules.earliest import earliest, time_of
+from jaxfb.schedules.megatron import most_in_flight
 from jaxfb.schedules.placement import v_placement
 from jaxfb.schedules.table import Schedule
 from jaxfb.schedules.zb_v import zb_v_orders
@@ -106,3 +108,9 @@ def test_v_half_and_v_min_are_no_longer_than_published(sizes):
         schedule = make(name, *sizes, 2)
         more, longer = max(schedule.simulate().peak_live_activations) - peak, schedule.num_ticks - ticks
         assert (more, longer) == (1, -1) if name == "v_half" and sizes[0] % 2 else more == 0 >= longer
+
+
+def test_what_a_forward_leaves_is_there_until_its_weight_gradients():
+    order = [parse_action(text) for text in ("F0", "B0", "F1", "B1", "W0", "F2", "W1", "B2", "W2")]
+    assert most_in_flight(order) == 2
+    assert most_in_flight([action for action in order if action.kind != "W"]) == 1
