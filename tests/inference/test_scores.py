@@ -20,7 +20,7 @@ from jaxfb.inference.complete import Sampling, complete
 from jaxfb.inference.harness import HarnessModel, _open
 from jaxfb.inference.model import open_model
 from jaxfb.inference.scores import Score, Scorer, perplexity, windows
-from jaxfb.inference.tasks import Question, answer, encode_pair, normalized, read_task
+from jaxfb.inference.tasks import Choice, Question, answer, encode_pair, evaluate, normalized, read_task
 from jaxfb.pretrained.companions import OF_A_TOKENIZER
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -107,6 +107,42 @@ def test_answers_are_compared_without_case_articles_and_punctuation():
     assert normalized(" The  Sky, is BLUE!") == normalized("sky is blue") != normalized("skies are blue")
 
 
+def test_the_likeliest_choice_is_right_by_itself_or_by_byte():
+    """Of four questions: both ways, the shorter one alone, the one that is likelier by byte alone, neither."""
+    log_probs = iter([-1.0, -2.0, -2.0, -3.0, -2.0, -3.0, -1.0, -9.0])
+    scorer = SimpleNamespace(
+        model=SimpleNamespace(tokenizer=ByteTokenizer()),
+        score=lambda pairs: [Score(next(log_probs), False, len(ids)) for _, ids in pairs],
+    )
+    items = [Choice("a", ["bc", "bc"], 0), *(Choice("a", ["b", "bcde"], one) for one in (0, 1, 1))]
+    found = evaluate(scorer, items)
+    error = pytest.approx(math.sqrt(0.25 / 3))
+    assert found == {
+        "acc": 0.5,
+        "acc_stderr": error,
+        "acc_norm": 0.5,
+        "acc_norm_stderr": error,
+        "questions": 4,
+    }
+    log_probs = iter([-1.0, -2.0])
+    assert math.isnan(evaluate(scorer, items[:1])["acc_stderr"])
+
+
+def test_answers_are_right_in_any_of_their_forms(monkeypatch):
+    asked = []
+
+    def drawn(model, prompts, how, *, stops, names):
+        asked.append((prompts, how.tokens, stops, names))
+        return [["The Sky."], ["no"]]
+
+    monkeypatch.setattr("jaxfb.inference.tasks.complete", drawn)
+    items = [Question("Where?", ("sea", "sky"), "one"), Question("Really?", ("yes",), "two")]
+    model = SimpleNamespace(chat=None, config=SimpleNamespace())
+    found = evaluate(SimpleNamespace(model=model), items)
+    assert found["exact_match"] == 0.5 and found["questions"] == 2
+    assert asked == [(["Where?", "Really?"], 64, ["\n"], ["one", "two"])]
+
+
 @pytest.mark.parametrize(
     "lines, message",
     [
@@ -115,7 +151,7 @@ def test_answers_are_compared_without_case_articles_and_punctuation():
         ([{"prompt": "a", "answer": 4}], "must be"),
         ([{"prompt": "a", "answer": "4"}, {"prompt": "a", "choices": ["b"], "answer": 0}], "make two files"),
         ([{"prompt": "a", "choices": ["b", "c"], "answer": True}], "line 1 of .* must be"),
-        ([{"prompt": "a", "answer": ["4", 5]}], "line 1 of .* must be"),
+        ([{"prompt": "a", "choices": ["b", ""], "answer": 0}], "line 1 of .* must be"),
         ([{"prompt": "a", "answer": ["4", "An."]}], "line 1 of .* is left of answer 'An.'"),
         ([{"prompt": "\ud800", "answer": "4"}], r"line 1 of .*: prompt must be text in UTF-8, got '\\ud800'"),
         ([{"prompt": "a", "answer": "\ud800"}], "line 1 of .*: answer must be text in UTF-8"),
