@@ -108,22 +108,17 @@ def test_answers_are_compared_without_case_articles_and_punctuation():
 
 
 def test_the_likeliest_choice_is_right_by_itself_or_by_byte():
-    """Of four questions: both ways, the shorter one alone, the one that is likelier by byte alone, neither."""
-    log_probs = iter([-1.0, -2.0, -2.0, -3.0, -2.0, -3.0, -1.0, -9.0])
+    """Of four questions: both ways, the shorter one alone, and twice the one that is likelier by byte alone."""
+    log_probs = iter([-1.0, -2.0, -2.0, -3.0, -2.0, -3.0, -2.0, -3.0])
     scorer = SimpleNamespace(
         model=SimpleNamespace(tokenizer=ByteTokenizer()),
         score=lambda pairs: [Score(next(log_probs), False, len(ids)) for _, ids in pairs],
     )
     items = [Choice("a", ["bc", "bc"], 0), *(Choice("a", ["b", "bcde"], one) for one in (0, 1, 1))]
     found = evaluate(scorer, items)
-    error = pytest.approx(math.sqrt(0.25 / 3))
-    assert found == {
-        "acc": 0.5,
-        "acc_stderr": error,
-        "acc_norm": 0.5,
-        "acc_norm_stderr": error,
-        "questions": 4,
-    }
+    errors = found.pop("acc_stderr"), found.pop("acc_norm_stderr")
+    assert found == {"acc": 0.5, "acc_norm": 0.75, "questions": 4}
+    assert errors == pytest.approx((math.sqrt(0.25 / 3), math.sqrt(0.1875 / 3)))
     log_probs = iter([-1.0, -2.0])
     assert math.isnan(evaluate(scorer, items[:1])["acc_stderr"])
 

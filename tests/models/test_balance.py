@@ -12,7 +12,7 @@ from whole import apply
 
 import jaxfb
 from jaxfb.models.attention import packed_attention
-from jaxfb.models.balance import Routing, counted_leaves, router_metrics
+from jaxfb.models.balance import Routing, counted_leaves, router_metrics, where_counted
 from jaxfb.models.block import Block, rebuilder
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.layers import dropout
@@ -25,6 +25,12 @@ CONFIG = TransformerConfig(
     dropout=0.1, balance_coefficient=0.0, batch_balance_coefficient=0.5, router_bias_rate=0.25,
 )  # fmt: skip
 KEY = jax.random.key(7)
+
+
+def test_tokens_that_do_not_count_are_zeros_whatever_they_are():
+    values = np.array([[[1.0, 2.0], [np.nan, np.inf]]])
+    np.testing.assert_array_equal(where_counted(np.array([[True, False]]), values), [[[1, 2], [0, 0]]])
+    assert where_counted(None, values) is values
 
 
 def batch():

@@ -73,6 +73,16 @@ def test_blocks_of_queries_equal_attention_at_once(kernel, small_blocks, window)
         assert max(keys for _, keys in kernel) <= 8 + window + 1
 
 
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_what_a_query_may_not_see_is_far_below_every_score(dtype):
+    tokens = cudnn.Tokens(jnp.arange(LENGTH)[None], SEGMENTS)
+    bias = cudnn._bias(tokens, tokens, None, dtype)
+    assert bias.shape == (ROWS, 1, LENGTH, LENGTH) and bias.dtype == dtype
+    seen = np.asarray(jnp.equal(SEGMENTS[:, :, None], SEGMENTS[:, None])) & np.tri(LENGTH, dtype=bool)
+    assert (bias[:, 0][seen] == 0).all() and (bias[:, 0][~seen] <= -(2.0**15)).all()
+    assert jnp.isfinite(bias).all()
+
+
 def test_short_rows_are_one_call(kernel):
     close(
         value_and_gradients(lambda *qkv: cudnn.causal(*qkv, SEGMENTS, None), *arrays()),

@@ -273,6 +273,20 @@ def whole():
     return params, key, run(params)
 
 
+def test_what_a_matrix_writes_begins_as_large_as_what_it_reads(whole):
+    """What writes into the residual stream does so once in attention and once behind it, in every layer."""
+    layers = jax.tree.map(lambda leaf: leaf / 2, whole[0]["layers"])  # which the fixture has doubled
+    experts, attention, shared = layers["moe"]["experts"], layers["attention"], layers["moe"]["shared"]
+    reads = *(attention[name]["kernel"] for name in ("query", "key", "value")), shared["up"]["kernel"]
+    writes = attention["output"]["kernel"], shared["down"]["kernel"], experts["down"]
+    for matrices, share in (
+        ((*reads, experts["gate"], experts["up"]), 1),
+        (writes, 1 / (2 * LAW.num_layers)),
+    ):
+        for matrix in matrices:
+            np.testing.assert_allclose(matrix.var() * matrix.shape[-2], share, rtol=0.3)
+
+
 @pytest.mark.parametrize("remat, again", [("none", 0), ("selective", 0), ("layer", 3)])
 def test_selective_computes_no_product_with_experts_again(remat, again):
     """A layer has three forward and six backward; each is one of several by platform."""

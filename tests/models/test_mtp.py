@@ -1,6 +1,8 @@
 """Multi-token prediction: a plain loop over documents gives its losses, and no mesh or schedule changes them."""
 
+from dataclasses import replace
 from functools import cache, partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +12,11 @@ from whole import apply, hidden_states
 
 import jaxfb
 from jaxfb.models.attention import packed_attention
-from jaxfb.models.block import rebuilder
+from jaxfb.models.block import Read, rebuilder
 from jaxfb.models.config import TransformerConfig, flops_per_token, num_params
-from jaxfb.models.mtp import Depth
+from jaxfb.models.mtp import Depth, MultiToken, shifted
 from jaxfb.models.transformer import init_params, transformer
+from jaxfb.parallel.context import later
 from jaxfb.types import outer_params
 
 ROWS, LENGTH, DEPTH, WEIGHT = 8, 16, 2, 0.6
@@ -75,6 +78,58 @@ def _document(config, params, tokens, targets, places):
         logits = config.logit_softcap * jnp.tanh(module.norm(x)[0] @ table.T / config.logit_softcap)
         losses.append(-jax.nn.log_softmax(logits)[jnp.arange(length), targets[depth:]])
     return losses
+
+
+def test_a_place_counts_where_a_token_further_on_is_in_its_document():
+    """With the weight that it has there; the last row is one document without segments."""
+    mask = np.arange(1.0, 7.0)
+    row = {"targets": np.arange(10, 16)[None], "loss_mask": mask[None]}
+    segments = {"segments": np.array([[1, 1, 1, 2, 2, 0]])}
+    for depth, packed, alone in (
+        (1, [2, 3, 0, 5, 0, 0], [2, 3, 4, 5, 6, 0]),
+        (2, [3, 0, 0, 0, 0, 0], [3, 4, 5, 6, 0, 0]),
+    ):
+        found = shifted(row | segments, depth)
+        np.testing.assert_array_equal(found["loss_mask"], [packed])
+        np.testing.assert_array_equal(found["targets"][0, :-depth], np.arange(10 + depth, 16))
+        np.testing.assert_array_equal(shifted(row, depth)["loss_mask"], [alone])
+    blank = shifted({**row, "segments": np.zeros((1, 6), np.int32)}, 1)
+    assert not blank["loss_mask"].any()
+
+
+@pytest.mark.parametrize("as_published", [False, True])
+def test_each_depth_reads_a_token_further_and_predicts_the_next(as_published, monkeypatch):
+    """By layers that add what they read, so that every depth has what is behind it in its hidden states."""
+    heads = MultiToken(replace(DENSE, mtp_as_published=as_published))
+
+    def add(x, embedded, positions, attend, keys, counted):
+        return x + embedded, {"balance": jaxfb.Sum(jax.random.uniform(keys[1]), 2.0)}
+
+    add.norm = lambda x: 2 * x
+    monkeypatch.setattr(heads, "_depth_of", lambda _: add)
+    draw, keys = np.random.default_rng(0), jax.random.split(jax.random.key(0), 2)
+    table, hidden = draw.normal(size=(32, 16)), draw.normal(size=(2, LENGTH, 16))
+    batch = {name: leaf[:2] for name, leaf in _batch().items()}
+
+    @jax.jit
+    def terms(table, hidden):
+        outer = SimpleNamespace(embed=lambda tokens: table[tokens], head_kernel=table.T, norm=add.norm)
+        read = Read(None, batch["segments"], None, keys)
+        return heads.terms(outer, {"1": None, "2": None}, hidden, batch, read, None)
+
+    out, x = terms(table, hidden), 2 * hidden if as_published else hidden
+    for depth in (1, 2):
+        x = x + table[np.asarray(later(batch["tokens"], depth))]
+        normed = 2 * x
+        x = normed if as_published else x
+        exps = np.exp(5.0 * np.tanh(normed @ table.T / 5.0))
+        targets, mask = (np.asarray(shifted(batch, depth)[name]) for name in ("targets", "loss_mask"))
+        nll = -np.log(np.take_along_axis(exps, targets[..., None], 2)[..., 0] / exps.sum(-1))
+        term, balance = out.terms[f"mtp_{depth}"], out.terms[f"mtp_{depth}_balance"]
+        np.testing.assert_allclose(term.total, WEIGHT / DEPTH * (nll * mask).sum(), rtol=1e-12)
+        np.testing.assert_allclose(term.weight, mask.sum(), rtol=1e-12)
+        assert balance.total == jax.random.uniform(jax.random.fold_in(keys[1], 1 + depth))
+        assert balance.weight == 2.0 and f"mtp_{depth}_accuracy" in out.metrics
 
 
 @pytest.mark.slow
