@@ -12,7 +12,7 @@ from whole import apply
 
 import jaxfb
 from jaxfb.models.attention import packed_attention
-from jaxfb.models.balance import Routing, counted_leaves, router_metrics, where_counted
+from jaxfb.models.balance import Routing, counted_leaves, router_losses, router_metrics, where_counted
 from jaxfb.models.block import Block, rebuilder
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.layers import dropout
@@ -164,6 +164,48 @@ def test_an_update_in_which_no_load_is_counted_leaves_the_biases():
     np.testing.assert_array_equal(alone["layers"]["moe"]["router"]["bias"], bias)
     assert (alone["norm"]["scale"] < params()["norm"]["scale"]).all()
     assert (beside["layers"]["moe"]["router"]["bias"] != bias).any()
+
+
+@pytest.mark.parametrize("layers, load", [("each", [[4, 0], [1, 3]]), ("together", [[2.5, 1.5], [2.5, 1.5]])])
+def test_layers_read_the_load_of_their_own_experts_or_of_all(layers, load):
+    """Relative to an even share: choices over the 1 and 2 that each expert would have."""
+    config = replace(CONFIG, num_experts=2, batch_balance_layers=layers)
+    counted = jaxfb.Sum(jnp.array([[4.0, 0.0], [1.0, 3.0]]), jnp.array([[1.0, 1.0], [1.0, 1.0]]))
+    found = counted_leaves(config).before({"layers": {"kernel": 0}}, {"expert_load": counted})["layers"]
+    np.testing.assert_array_equal(found["expert_load"], load)
+    assert found["kernel"] == 0
+
+
+def test_losses_of_routers_are_their_formulas():
+    """Of two rows of which one has no tokens; a token that does not count may hold anything."""
+    config = replace(CONFIG, balance_coefficient=0.3, batch_balance_coefficient=0.5, router_z_coefficient=0.7)
+    logits = np.random.default_rng(0).normal(size=(2, 4, NUM_EXPERTS))
+    logits[0, 3] = logits[1] = np.nan
+    counted = np.array([[True, True, True, False], [False] * 4])
+    probs = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    experts = np.argsort(-logits)[..., :2].astype(np.int32)
+    load = np.arange(1.0, 1 + NUM_EXPERTS)
+
+    @jax.jit
+    def losses(*routing):
+        routing = Routing(*routing, None)
+        known = router_losses(routing, jnp.asarray(counted), config, load)
+        unknown = router_losses(routing, jnp.asarray(counted), config)["batch_balance"].total
+        return {name: (term.total, term.weight) for name, term in known.items()}, unknown
+
+    terms, unknown = losses(logits, probs, experts)
+    exps = np.exp(logits[0, :3])
+    shares = exps / exps.sum(-1, keepdims=True)
+    chosen = np.bincount(experts[0, :3].reshape(-1), minlength=NUM_EXPERTS) / 6
+    wanted = {
+        "balance": (0.3 * NUM_EXPERTS * (chosen * shares.mean(0)).sum(), 1),
+        "batch_balance": (0.5 * (shares * load).sum(), 3),
+        "router_z": (0.7 * (np.log(exps.sum(-1)) ** 2).sum(), 3),
+    }
+    assert set(terms) == set(wanted)
+    for name in wanted:
+        np.testing.assert_allclose(terms[name], wanted[name], rtol=1e-12, err_msg=name)
+    assert unknown == 0
 
 
 def test_what_a_capacity_drops_is_counted():

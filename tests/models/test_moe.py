@@ -25,7 +25,7 @@ from jaxfb.models.attention import packed_attention
 from jaxfb.models.balance import balance_sum
 from jaxfb.models.block import Block, rebuilder
 from jaxfb.models.config import TransformerConfig, num_params
-from jaxfb.models.moe import Experts, MoE
+from jaxfb.models.moe import Experts, MoE, Router
 from jaxfb.models.transformer import init_params, transformer
 from jaxfb.parallel import expert as expert_axis
 from jaxfb.types import outer_params
@@ -92,6 +92,35 @@ def _plain(config, params, x, chosen, kept):
 
 
 KERNELS = ("gate", "up", "down")
+
+
+IN_GROUPS = replace(
+    SIGMOID, num_experts=6, router_renormalize=True, router_bias=True, router_groups=3, router_top_groups=2
+)
+
+
+@pytest.mark.parametrize(
+    "config", [SOFTMAX, SIGMOID, IN_GROUPS], ids=["softmax", "sigmoid", "biased, in groups"]
+)
+def test_a_router_equals_a_loop_over_its_tokens(config):
+    """The bias chooses and weighs nothing; groups are the best by their two best experts."""
+    draw = np.random.default_rng(3)
+    x, number = draw.normal(size=(1, 12, config.hidden_size)), config.num_experts
+    weights = {"kernel": draw.normal(size=(config.hidden_size, number))}
+    weights |= {"bias": draw.normal(size=number)} if config.router_bias else {}
+    found = jax.jit(lambda weights: tuple(rebuilder(Router, config)(weights)(x)))(weights)
+    for scored, probs, experts, shares, token in zip(*(leaf[0] for leaf in found), x[0], strict=True):
+        np.testing.assert_allclose(scored, token @ weights["kernel"])
+        exps = np.exp(np.asarray(scored))
+        scores = exps / exps.sum() if config.router_scores == "softmax" else exps / (1 + exps)
+        np.testing.assert_allclose(probs, scores / scores.sum())
+        biased = (scores + weights.get("bias", 0)).reshape(config.router_groups, -1)
+        worst = np.sort(biased)[:, -2:].sum(1).argsort()[: config.router_groups - config.router_top_groups]
+        biased[worst] = -np.inf
+        assert list(experts) == list((-biased.reshape(-1)).argsort()[: config.experts_per_token])
+        picked = scores[np.asarray(experts)]
+        picked = picked / picked.sum() if config.router_renormalize else picked
+        np.testing.assert_allclose(shares, picked * config.router_scale)
 
 
 def _swiglu(x, gate, up, down):
