@@ -10,7 +10,7 @@ from interpreted import use_kernels_of_gpus
 from jax import lax
 
 from jaxfb.models import grouped_matmul as module
-from jaxfb.models.grouped_matmul import Kernels, grouped_matmul
+from jaxfb.models.grouped_matmul import Kernels, grouped_matmul, tile_size
 from jaxfb.models.tiles import Tiles
 from jaxfb.platforms.compat import equations
 
@@ -217,3 +217,11 @@ def test_gradients_in_bfloat16_are_summed_in_float32():
     sizes = jnp.array([4096], jnp.int32)
     _, vjp = jax.vjp(lambda k: grouped_matmul(rows, k, sizes), kernels)
     np.testing.assert_array_equal(vjp(cotangent)[0].astype(np.float32), 32.0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "groups", "size"), [(4000, 4, 500), (64, 4, 8), (16, 4, 8), (6, 1, 6), (100_000, 4, 1024)]
+)
+def test_an_even_group_has_two_tiles_or_more(rows, groups, size):
+    """Of 8 rows at least, where there are so many, and of 1024 at most."""
+    assert tile_size(rows, groups) == size

@@ -15,6 +15,7 @@ from jaxfb.models.attention import packed_attention
 from jaxfb.models.block import Read, rebuilder
 from jaxfb.models.config import TransformerConfig, flops_per_token, num_params
 from jaxfb.models.mtp import Depth, MultiToken, shifted
+from jaxfb.models.pattern import LayerKind
 from jaxfb.models.transformer import init_params, transformer
 from jaxfb.parallel.context import later
 from jaxfb.types import outer_params
@@ -193,6 +194,22 @@ def test_sizes_count_the_heads():
     plain = TransformerConfig(**{**SIZES, "mtp_depth": 0})
     assert flops_per_token(DENSE, LENGTH) > (1 + DEPTH / 2) * flops_per_token(plain, LENGTH) > 0
     assert "mtp" not in outer_params(jax.eval_shape(lambda: init_params(plain, jax.random.key(0))))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_further_layers_are_like_the_last_of_the_model(first):
+    """With experts where it has them."""
+    config = replace(EXPERTS, pattern=(LayerKind(experts=first), LayerKind(experts=not first)))
+    shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    assert ("moe" in shapes["mtp"]["1"]["block"]) == (not first)
+
+
+def test_another_loss_is_of_the_last_hidden_states_alone():
+    model = transformer(DENSE, loss=lambda hidden, kernel, microbatch: jaxfb.Sum(hidden.sum(), 1.0))
+    hidden = jnp.zeros((ROWS, LENGTH, SIZES["hidden_size"]))
+    outer = outer_params(jax.eval_shape(lambda: init_params(DENSE, jax.random.key(0))))
+    out = jax.eval_shape(lambda *given: model.head(*given, None), outer, hidden, _batch())
+    assert isinstance(out, jaxfb.Sum)
 
 
 def test_a_negative_depth_is_refused():
