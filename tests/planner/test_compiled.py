@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from jaxfb.config import load_config
-from jaxfb.planner import compiled, parse_topology
+from jaxfb.planner import compiled, parse_topology, tpu
 from jaxfb.planner.compiled import Compiled
 from jaxfb.planner.text import page
 from jaxfb.planner.verdict import estimated
@@ -66,3 +66,17 @@ def test_what_is_too_large_in_any_form_does_not_fit(compiles, tmp_path):
     compiles.refused += [ONCE, ()]
     assert answered(tmp_path)["too_large"]["needed"] == 18 * 2**30
     assert compiles.tried == [ONCE, ()]
+
+
+@pytest.mark.parametrize(
+    ("topology", "flags"),
+    [("cpu:8", "--xla_force_host_platform_device_count=8"), ("gpu:h100x8", "--mine"), ("v5e:2x2", None)],
+)
+def test_the_process_that_compiles_has_the_flags_of_its_platform(topology, flags, monkeypatch):
+    """A TPU's are not known to the CPU's client, and the reverse; on GPUs they are what is planned."""
+    monkeypatch.setenv("XLA_FLAGS", "--mine")
+    monkeypatch.setenv("JAX_ENABLE_X64", "1")
+    environment = compiled._environment(parse_topology(topology))
+    assert environment.get("XLA_FLAGS") == flags and "JAX_ENABLE_X64" not in environment
+    assert environment["JAX_PLATFORMS"] == "cpu"
+    assert flags is not None or tpu.ENVIRONMENT.items() <= environment.items()

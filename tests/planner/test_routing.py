@@ -1,11 +1,19 @@
 """Operations of a mixture of experts: of the rows that are routed, not of the room for the worst case."""
 
+from types import SimpleNamespace
+
+import jax
+import numpy as np
 import pytest
 
 from jaxfb.config import load_config
+from jaxfb.models.config import TransformerConfig
+from jaxfb.models.grouped_matmul import TILE, TILE_OF_GPUS, tile_size
+from jaxfb.models.moe import how_dispatched
+from jaxfb.parallel.expert import spaces
 from jaxfb.planner import hlo_cost, parse_topology
 from jaxfb.planner.kernels import kernel_flops
-from jaxfb.planner.routing import Routed
+from jaxfb.planner.routing import Routed, routed
 from jaxfb.planner.verdict import plan
 
 # as the compiler for TPUs writes three products of 512 rows of 256 numbers, of two groups, with matrices of 256 x 384:
@@ -66,3 +74,35 @@ def test_a_grouped_product_is_known_by_what_it_is_given():
     one = 2 * 512 * 256 * 384
     assert hlo_cost.cost_of(MEGABLOX, None).flops == 3 * one
     assert hlo_cost.cost_of(MEGABLOX, None, routed=Routed(share=0.25)).flops == 3 * one / 4
+
+
+@pytest.mark.parametrize(
+    ("expert", "platform", "length", "most"),
+    [
+        (1, "tpu", 1024, TILE),
+        (2, "tpu", 1024, TILE),
+        (2, "tpu", 16384, TILE),
+        (1, "gpu", 16384, TILE_OF_GPUS),
+    ],
+)
+def test_turns_of_grouped_products_are_those_of_the_rows_that_are_routed(expert, platform, length, most):
+    """And half a tile more of each group."""
+    sizes = TransformerConfig(8, num_layers=1, hidden_size=8, num_heads=1, num_experts=4, experts_per_token=2)
+    mesh = {"data": 3, "fsdp": 1, "expert": expert, "context": 2}
+    job = SimpleNamespace(
+        schedule=None,
+        sizes=sizes,
+        mesh=SimpleNamespace(shape=mesh, devices=np.array([SimpleNamespace(platform=platform)])),
+        plan=SimpleNamespace(rows_per_global_microbatch=6 * expert),
+        config=SimpleNamespace(data=SimpleNamespace(sequence_length=length)),
+    )
+    tokens = 2 * length // 2
+    (space,) = spaces(tokens, 2, 4, expert, **how_dispatched(sizes, tokens))
+    rows, groups = space.rows, 4 // expert
+    shapes = [jax.ShapeDtypeStruct(shape, np.float32) for shape in ((rows, 8), (groups, 8, 8))]
+    jaxpr = jax.make_jaxpr(jax.lax.ragged_dot)(*shapes, np.full(groups, rows // groups, np.int32))
+    found = routed(job, jaxpr)
+    turns = space.even / tile_size(rows, groups, most) + groups / 2
+    assert found.share == space.even / rows and found.turns == turns
+    assert found.of([rows]) == (found.share, turns) == found.of([])
+    assert routed(job, jax.make_jaxpr(lambda x: x + 1)(1.0)) == Routed()
