@@ -704,6 +704,27 @@ MUTATIONS = (
         "schedules/test_custom_schedules.py::test_phases_of_an_irregular_table_run_the_fewest_kinds",
     ),
     Mutation(
+        "yarn_keeps_the_slow_frequencies",
+        "models/rope.py",
+        "return 1 - np.clip(ramp, 0, 1)",
+        "return np.clip(ramp, 0, 1)",
+        "models/test_rope_scaling.py::test_frequencies_are_those_of_their_formula",
+    ),
+    Mutation(
+        "groups_of_experts_are_as_good_as_their_best",
+        "models/moe.py",
+        "lax.top_k(grouped, 2)[0]",
+        "lax.top_k(grouped, 1)[0]",
+        "models/test_moe.py::test_a_router_equals_a_loop_over_its_tokens",
+    ),
+    Mutation(
+        "a_rows_balance_grows_with_its_tokens",
+        "models/balance.py",
+        "(per_token * tokens_R**2)",
+        "(per_token * tokens_R)",
+        "models/test_balance.py::test_losses_of_routers_are_their_formulas",
+    ),
+    Mutation(
         "windows_end_with_whole_blocks",
         "planner/formula_attention.py",
         "-(-((window or length) - 1) // block)",

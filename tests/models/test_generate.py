@@ -134,6 +134,11 @@ def test_impossible_requests_are_refused(params, how, message):
         generate(CONFIG, params, **{"prompt_tokens": jnp.ones((1, 2), jnp.int32), "max_new_tokens": 3, **how})
 
 
+def test_a_model_that_is_no_transformers_sizes_is_refused(params):
+    with pytest.raises(ValueError, match=r"\[generate\] config must be a TransformerConfig, got {}"):
+        generate({}, params, jnp.ones((1, 2), jnp.int32), 3)
+
+
 @pytest.mark.parametrize("lengths", [[1, 2], np.array([1, 2], np.uint8)])
 def test_a_request_may_be_made_of_lists_and_an_int_as_key(lengths):
     given = {
@@ -198,7 +203,7 @@ def test_absent_ids_are_never_drawn_and_the_others_probabilities_add_up(params, 
 
 def test_filters_keep_what_their_words_mean():
     probabilities = np.array([[0.5, 0.25, 0.15, 0.06, 0.04], [0.05, 0.05, 0.1, 0.3, 0.5]])
-    kept = lambda **how: np.isfinite(Pick(False, **how).filtered(jnp.log(probabilities)))  # noqa: E731
+    kept = lambda **how: Pick(False, **how).filtered(jnp.log(probabilities)) != -np.inf  # noqa: E731
     np.testing.assert_array_equal(kept(top_k=2), [[1, 1, 0, 0, 0], [0, 0, 0, 1, 1]])
     np.testing.assert_array_equal(kept(top_p=0.76), [[1, 1, 1, 0, 0], [0, 0, 0, 1, 1]])
     np.testing.assert_array_equal(kept(top_p=1e-6), [[1, 0, 0, 0, 0], [0, 0, 0, 0, 1]])

@@ -205,11 +205,16 @@ def test_further_layers_are_like_the_last_of_the_model(first):
 
 
 def test_another_loss_is_of_the_last_hidden_states_alone():
+    """And of whole sequences."""
     model = transformer(DENSE, loss=lambda hidden, kernel, microbatch: jaxfb.Sum(hidden.sum(), 1.0))
     hidden = jnp.zeros((ROWS, LENGTH, SIZES["hidden_size"]))
     outer = outer_params(jax.eval_shape(lambda: init_params(DENSE, jax.random.key(0))))
     out = jax.eval_shape(lambda *given: model.head(*given, None), outer, hidden, _batch())
     assert isinstance(out, jaxfb.Sum)
+    plain = replace(DENSE, mtp_depth=0, dropout=0.0)
+    assert (
+        transformer(plain).layer_piece is not None and transformer(plain, loss=model.head).layer_piece is None
+    )
 
 
 def test_a_negative_depth_is_refused():
