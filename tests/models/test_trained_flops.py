@@ -39,6 +39,10 @@ def _config(*more):
         (["trainable=[head.*,norm.*]"], 8 * LAYER + 6 * HEAD),
         (["trainable=[head.*]", WITH_MTP], 8 * LAYER + MTP + 8 * HEAD),
         (["trainable=[mtp.*]", WITH_MTP], 8 * LAYER + 3 * MTP + (2 + 4) * HEAD),
+        (
+            ["trainable=[embed.*]", WITH_MTP],
+            9 * (3 * LAYER - 2 * (ATTENTION + MLP)) + (3 - 1) * 2 * 2 * 128 * 128 + 2 * 4 * HEAD,
+        ),
         (["trainable=null", "lora.rank=4"], 8 * (3 * LAYER - 2 * (ATTENTION + MLP)) + 4 * HEAD),
         (["trainable=[head.*]", "lora.rank=4"], 8 * (3 * LAYER - 2 * (ATTENTION + MLP)) + 6 * HEAD),
     ],
