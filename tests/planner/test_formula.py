@@ -257,6 +257,13 @@ def test_selective_keeps_what_the_backward_reads():
         assert kept == 2 * 4096 * 32 * (a_token + again)
 
 
+@pytest.mark.parametrize("remat, inputs", [("full", 1), ("halves", 2)])
+def test_a_layer_that_runs_again_keeps_its_input_and_one_in_halves_that_of_each(remat, inputs):
+    config = load_config("configs/8b.yaml", [f"parallel.remat={remat}", "mesh.fsdp=64"])
+    kept = kept_bytes(config, model_sizes(config), parse_topology("v5p:4x4x4"))
+    assert kept == 2 * 4096 * 32 * 4096 * inputs
+
+
 @pytest.mark.parametrize("tensor, share", [(1, 0), (2, 1 / 3)])
 def test_gpus_keep_copies_of_matrices_that_a_tensor_axis_leaves_no_rows_of(tensor, share):
     """Of a third of the layers' matrices, those out of a layer; in float32, weights and sums."""
