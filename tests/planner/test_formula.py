@@ -13,6 +13,7 @@ from jaxfb.planner import formula_tables, formula_time, parse_topology
 from jaxfb.planner.attends import scores_at_once
 from jaxfb.planner.counts import stored, trained_numbers, turns_of_layers
 from jaxfb.planner.formula import estimate
+from jaxfb.planner.formula_attention import flops_of_kernels
 from jaxfb.planner.formula_by_device import waits
 from jaxfb.planner.formula_loops import loop_seconds
 from jaxfb.planner.formula_memory import HOLES, kept_bytes, relaid_bytes
@@ -168,6 +169,24 @@ def test_scores_of_gathered_keys_exist_at_once_without_kernels():
         assert not scores_at_once(config, model_sizes(config), tpus)
 
 
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_where_all_scores_are_made_at_once_those_that_are_masked_cost_as_much(tensor):
+    """As many as the others; of each a layer that computes nothing again keeps a probability and its gradient."""
+    layout = ["mesh.cp=2", f"mesh.tp={tensor}", f"mesh.fsdp={8 // tensor}", "parallel.remat=none"]
+    gathered, ring = (
+        load_config("configs/8b.yaml", [*layout, "model.attention=xla", f"model.context_attention={method}"])
+        for method in ("all_gather", "ring")
+    )
+    sizes, gpus = model_sizes(gathered), parse_topology("gpu:h200x16")
+    assert scores_at_once(gathered, sizes, gpus)
+    length, heads, head_size, layers = 4096, 32, 128, 32
+    masked = 2 * heads * 2 * head_size * (length / 2) * layers
+    assert flops_of_kernels(gathered, sizes, gpus, again=0.5) == pytest.approx(3 * 1.5 * masked)
+    at_once, in_turn = (kept_bytes(one, model_sizes(one), gpus) for one in (gathered, ring))
+    tokens, of_ring = length / 2, 2 * 9 / 8 * length / 2
+    assert at_once - in_turn == pytest.approx(tokens * layers * heads / tensor * (8 * length - of_ring))
+
+
 @pytest.mark.parametrize(
     "config, topology, gigabytes",
     [("moe-141b", "v5p:4x4x8", 28.11), (f"moe-141b {LIKE_DEEPSEEK} mesh.expert=16", "v5p:8x8x8", 41.36)],
@@ -255,6 +274,14 @@ def test_selective_keeps_what_the_backward_reads():
     for topology, again in {"v5p:4x4x4": 4096, "v5e:8x8": 0}.items():
         kept = kept_bytes(config, model_sizes(config), parse_topology(topology))
         assert kept == 2 * 4096 * 32 * (a_token + again)
+
+
+def test_rates_are_of_one_device_of_a_known_speed():
+    config = load_config("configs/mesh8.yaml", [])
+    chips, simulated = (estimated(config, parse_topology(name)) for name in ("v5e:2x4", "cpu:8"))
+    assert chips.tokens_per_second == pytest.approx(chips.tokens / chips.step_seconds / 8)
+    assert chips.mfu == pytest.approx(chips.model_flops / chips.step_seconds / chips.chip.flops)
+    assert simulated.tokens_per_second is None and simulated.mfu is None
 
 
 @pytest.mark.parametrize("remat, inputs", [("full", 1), ("halves", 2)])

@@ -7,7 +7,7 @@ import pytest
 from jaxfb.cli.commands import main
 from jaxfb.config import load_config
 from jaxfb.planner import gpu, parse_topology
-from jaxfb.planner.chips import GPUS
+from jaxfb.planner.chips import GPUS, TPUS
 from jaxfb.planner.verdict import plan
 
 LAYERS = "model.num_layers=4 model.vocab_size=8192 batch.rows=64 data.sequence_length=1024".split()
@@ -116,3 +116,8 @@ def test_the_compiler_for_gpus_answers_without_a_gpu(topology, layout):
     assert counted.total == pytest.approx(verdict.needed, rel=0.35)  # of gigabytes; nearer for large models
     assert bool(verdict.traffic) == (verdict.topology.num_devices > 1)
     assert all(0 <= row.exposed_seconds <= row.seconds * 1.001 for row in verdict.traffic.values())
+
+
+def test_gpus_of_an_island_are_joined_by_no_torus():
+    """A permute between two of them has the whole link."""
+    assert not any(chip.torus for chip in GPUS.values()) and all(chip.torus for chip in TPUS.values())

@@ -1,5 +1,7 @@
 """What is asked of the TPU compiler beyond JAX, and its answer where libtpu is installed."""
 
+from types import SimpleNamespace
+
 import jax
 import pytest
 
@@ -153,3 +155,30 @@ def test_communication_of_fsdp_runs_beside_products_where_it_is_not_over_the_who
     of_fsdp = {kind: found for (axes, kind), found in verdict.traffic.items() if "fsdp" in axes}
     assert of_fsdp["all-gather"].exposed_seconds < 0.2 * of_fsdp["all-gather"].seconds
     assert of_fsdp["reduce-scatter"].bytes > 20 * getattr(of_fsdp.get("all-reduce"), "bytes", 0)
+
+
+@pytest.mark.parametrize(
+    ("topology", "options"),
+    [
+        ("v4:2x2x4", {"chip_config_name": "megacore"}),
+        ("v5p:2x2x4", {}),
+        ("v5e:1x1", {"chips_per_host_bounds": (1, 1, 1)}),
+    ],
+)
+def test_a_slice_is_asked_for_as_its_chips_are(topology, options, monkeypatch):
+    """Both cores of a v4 are one device; a slice of one chip is less than a host."""
+    asked = []
+
+    def described(text, platform, **given):
+        asked.append((text, platform, given))
+        if len(asked) > 1:
+            raise RuntimeError("no such slice\nfurther lines")
+        return SimpleNamespace(devices=["chip"])
+
+    monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", described)
+    found = parse_topology(topology)
+    assert tpu.devices(found) == ["chip"]
+    ((text, platform, given),) = asked
+    assert (text, platform, given.pop("wrap")) == (found.text, "tpu", tpu.wraps(found)) and given == options
+    with pytest.raises(ValueError, match=rf"libtpu does not make {found.text}: no such slice; use"):
+        tpu.devices(found)
