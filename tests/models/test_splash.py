@@ -17,7 +17,7 @@ import jaxfb
 from jaxfb.config import load_config
 from jaxfb.forward_backward import Microbatches
 from jaxfb.mesh import AXES
-from jaxfb.models import attend, attention, cudnn, splash
+from jaxfb.models import attend, attention, cudnn, splash, splash_gather, splash_ring
 from jaxfb.models.attend import context_method
 from jaxfb.models.attention import check_backend, choose_backend, packed_attention
 from jaxfb.models.config import TransformerConfig
@@ -143,6 +143,21 @@ def test_over_a_context_axis_auto_gathers_keys_where_a_kernel_takes_them_and_els
     assert chosen(backend="xla") == chosen(length=64) == chosen(platform="cpu") == "ring"
     assert chosen(length=2**20) == "ring"  # the tables of blocks would be too large
     assert [chosen(asked) for asked in ("ring", "all_to_all")] == ["ring", "all_to_all"]
+
+
+def test_over_a_context_axis_each_method_has_its_kernel_and_no_other():
+    def kernel(method, backend="auto", window=None, length=LENGTH):
+        shapes = (jax.ShapeDtypeStruct((1, length, n, 128), jnp.bfloat16) for n in (4, 2))
+        with jax.sharding.use_abstract_mesh(in_engine(tpu_mesh(context=2, fsdp=2))):
+            found = attend._context_kernel(method, backend, window, *shapes, True)
+        return getattr(found, "func", found), getattr(found, "keywords", {})
+
+    assert kernel("all_gather") == (splash_gather.splash_gathered, {"window": None})
+    assert kernel("all_gather", window=5) == (splash_gather.splash_gathered, {"window": 5})
+    assert kernel("ring") == kernel("ring", "splash") == (splash_ring.splash_ring, {})
+    others = kernel("ring", window=5), kernel("ring", length=64), kernel("all_gather", length=64)
+    methods = kernel("all_to_all"), kernel("ring", "xla"), kernel("all_gather", "xla")
+    assert {found for found, _ in (*others, *methods)} == {None}
 
 
 def test_over_a_context_axis_of_gpus_auto_exchanges_heads_or_gathers_keys_where_a_kernel_runs(monkeypatch):
