@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import some_slow
 from whole import logits
 
 from jaxfb.models.config import TransformerConfig
@@ -27,7 +28,7 @@ def params():
     return jax.tree.map(lambda x: 10 * x, make(jax.random.key(0)))
 
 
-@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("window", some_slow([None, 4], fast=[4]))
 def test_greedy_equals_the_training_forward_at_every_step_for_ragged_prompts(params, window):
     config = dataclasses.replace(CONFIG, window=window)
     prompts, lengths = np.array([[3, 1, 4, 1, 5], [9, 2, 0, 0, 0], [6, 5, 3, 0, 0]]), [5, 2, 3]
