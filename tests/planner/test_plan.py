@@ -12,6 +12,7 @@ from jaxfb.planner import parse_topology
 from jaxfb.planner.candidates import candidates
 from jaxfb.planner.job import model_sizes
 from jaxfb.planner.verdict import plan
+from jaxfb.schedules import KINDS
 
 ONE_LAYER = "model.num_layers=2 mesh.dp=2 mesh.fsdp=1 mesh.tp=1 data.tokenizer=bytes batch.rows=8".split()
 
@@ -107,6 +108,11 @@ def test_candidates_divide_and_train_the_same():
         assert mesh.pipe * mesh.data * mesh.fsdp * mesh.tensor == 64
         assert one.batch.rows == config.batch.rows and one.model == config.model
         assert config.batch.rows % (mesh.data * mesh.fsdp * one.batch.rows_per_microbatch) == 0
+        assert (one.schedule is None) == (mesh.pipe == 1) and config.model.num_layers % (
+            mesh.pipe * one.chunks
+        ) == 0
+    sensible = {name for name, kind in KINDS.items() if not (kind.baseline or kind.pieces)}
+    assert {one.schedule for one in found} == {None, *sensible}
 
 
 def test_search_writes_the_fastest_layout_that_fits(tmp_path, capsys):
