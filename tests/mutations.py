@@ -796,6 +796,13 @@ MUTATIONS = (
         "losses/test_distillation.py::test_kl_over_the_likeliest_tokens_is_the_formula",
     ),
     Mutation(
+        "a_teacher_that_never_gives_a_token_makes_the_kl_nan",
+        "losses/distillation.py",
+        "there &= p > -jnp.inf",
+        "there &= p == p",
+        "losses/test_distillation.py::test_a_token_that_the_teacher_never_gives_adds_nothing_to_the_forward_kl",
+    ),
+    Mutation(
         "a_small_cotangent_of_a_kl_is_lost",
         "losses/full_kl.py",
         "jnp.where(scale > 0, cotangent / ",

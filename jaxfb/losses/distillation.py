@@ -36,7 +36,8 @@ class DistillationLoss:
 
     With the K likeliest tokens the rest of the vocabulary is one more outcome, so that the KL is a true one, of the
     coarser distribution: never negative, at most the full one, 0 where both agree. rest=False leaves that
-    outcome out: then it is only the sum over the K tokens.
+    outcome out: then it is only the sum over the K tokens. A token to which the teacher gives -inf adds nothing to the
+    forward KL; the reverse one needs finite log-probs.
 
     Returns LossOutput with the term "distillation", and the metrics distillation_kl (without coef) and
     student_mass (the student's probability of the K tokens).
@@ -75,7 +76,9 @@ class DistillationLoss:
         return LossOutput({"distillation": term}, metrics)
 
     def _sum(self, teacher: jax.Array, student: jax.Array, there: jax.Array) -> jax.Array:
+        """Sums p (log p - log q) over the tokens that are there; one with p = 0 adds nothing, its log is -inf."""
         p, q = (teacher, student) if self.direction == "forward" else (student, teacher)
+        there &= p > -jnp.inf
         p, q = jnp.where(there, p, 0), jnp.where(there, q, 0)
         return jnp.sum(jnp.where(there, jnp.exp(p) * (p - q), 0), axis=-1)
 

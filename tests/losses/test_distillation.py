@@ -69,6 +69,21 @@ def test_kl_with_the_rest_lies_between_0_and_that_over_all_tokens(direction):
     assert abs(_of_top(loss, teacher, teacher, ids)[0]) < 1e-12
 
 
+@pytest.mark.parametrize("rest", [True, False])
+def test_a_token_that_the_teacher_never_gives_adds_nothing_to_the_forward_kl(rest):
+    """As in the KL over all tokens; the student's probability of it still is no part of the rest."""
+    teacher, student = _teacher_and_student()
+    ids = np.argsort(-teacher, axis=-1)[..., :TOP]
+    never = np.where(np.arange(VOCAB) == ids[..., 1:2], -np.inf, teacher)
+
+    t, s = (np.take_along_axis(np.exp(x), ids, -1) for x in (never, student))
+    if rest:
+        t, s = (np.append(x, 1 - x.sum(-1, keepdims=True), axis=-1) for x in (t, s))
+    kl = np.where(t > 0, t * np.log(np.where(t > 0, t, 1) / s), 0).sum(-1)[MASK > 0].mean()
+    ours, _ = _of_top(DistillationLoss(rest=rest), never, student, ids)
+    np.testing.assert_allclose(ours, kl, rtol=1e-12)
+
+
 @pytest.mark.parametrize("direction", ["forward", "reverse"])
 def test_a_model_is_compared_with_all_tokens_of_its_teacher(direction):
     """All given one by one, or as the whole vocabulary: the KL of softmax(logits / temperature) either way."""
