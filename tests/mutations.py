@@ -1662,6 +1662,13 @@ MUTATIONS = (
         "training/test_hosts.py::test_where_a_compiled_function_finds_another_process_gone_that_process_is_named",
     ),
     Mutation(
+        "events_of_tensorboard_stay_in_memory",
+        "metrics/writers.py",
+        "summary=self._library.summary.scalar(name, float(value)))\n        self._file.flush()",
+        "summary=self._library.summary.scalar(name, float(value)))",
+        "metrics/test_failing_writers.py::test_a_full_disk_is_reported_with_the_record_that_tensorboard_lacks",
+    ),
+    Mutation(
         "a_metrics_file_that_was_removed_is_written_to",
         "metrics/writers.py",
         "            if not self._is_there():",

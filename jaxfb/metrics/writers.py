@@ -16,6 +16,8 @@ import json
 import logging
 import math
 import os
+import socket
+import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, MutableSequence
 from io import FileIO
@@ -119,24 +121,36 @@ class JsonlWriter:
 
 
 class TensorBoardWriter:
-    """Scalars for TensorBoard, through tensorboardX."""
+    """Writes scalars for TensorBoard with the package tensorboardX, into a new file of `directory`.
+
+    Not with its `SummaryWriter`: its thread ends at a full disk without a word, and `add_scalar` then waits for ever.
+    """
 
     def __init__(self, directory: str | Path, resume: int | None = None):
-        library, self._directory = _extra("tensorboard"), Path(directory)
-        purge = None if resume is None else resume + 1
-        self._writer = library.SummaryWriter(str(directory), purge_step=purge)
-        self._is_made = self._directory.is_dir()
+        self._library = _extra("tensorboard")
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+        self._path = Path(directory) / name
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._library.RecordWriter(str(self._path))
+        self._add(file_version="brain.Event:2")
+        if resume is not None:  # TensorBoard then leaves out what earlier files have of these steps
+            start = self._library.proto.event_pb2.SessionLog(status="START")
+            self._add(step=resume + 1, session_log=start)
+        self._file.flush()
 
     def write(self, step: int, record: Mapping[str, Any]) -> None:
-        # what it has open could still be written to, and would be lost in silence
-        if self._is_made and not self._directory.is_dir():
-            raise FileNotFoundError(f"{self._directory} was removed")
+        _check_is_there(self._path)
         for name, value in record.items():
             if not isinstance(value, str | list):
-                self._writer.add_scalar(name, float(value), int(step))
+                self._add(step=int(step), summary=self._library.summary.scalar(name, float(value)))
+        self._file.flush()
+
+    def _add(self, **content: Any) -> None:
+        event = self._library.proto.event_pb2.Event(wall_time=time.time(), **content)
+        self._file.write(event.SerializeToString())
 
     def close(self) -> None:
-        self._writer.close()
+        self._file.close()
 
 
 class WandbWriter:
@@ -146,7 +160,7 @@ class WandbWriter:
         wandb = _extra("wandb")
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        key = os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE")
+        mode = os.environ.get("WANDB_MODE") or (None if os.environ.get("WANDB_API_KEY") else "offline")
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "jaxfb"),
             name=directory.name,
@@ -154,14 +168,23 @@ class WandbWriter:
             dir=str(directory),
             config=dict(config),
             resume="allow",
-            mode=None if key else "offline",
+            mode=mode,
         )
+        self._offline = Path(self._run.dir) if mode == "offline" else None
 
     def write(self, step: int, record: Mapping[str, Any]) -> None:
+        if self._offline is not None:
+            _check_is_there(self._offline)
         self._run.log({name: v for name, v in record.items() if not isinstance(v, list)}, step=int(step))
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _check_is_there(path: Path) -> None:
+    """Raises for a file that was removed while it was open: it could still be written to, and would be lost."""
+    if not path.exists():
+        raise FileNotFoundError(f"{path} was removed")
 
 
 class _Beside:

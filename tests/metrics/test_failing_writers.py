@@ -5,9 +5,9 @@ import os
 import shutil
 import sys
 import types
-from pathlib import Path
 
 import pytest
+from fake_tensorboard import FakeTensorboard
 
 from jaxfb.metrics import JsonlWriter, make_writers, read_jsonl
 
@@ -149,22 +149,53 @@ def test_of_a_directory_that_is_gone_the_records_are_kept(tmp_path):
     assert [record["step"] for record in unwritten] == [2, 3]
 
 
-def test_a_directory_of_tensorboard_that_is_removed_is_reported(tmp_path, monkeypatch):
-    class SummaryWriter:
-        def __init__(self, directory, purge_step):
-            Path(directory).mkdir()
-
-        def add_scalar(self, *given):
-            pass
-
-        close = add_scalar
-
-    monkeypatch.setitem(sys.modules, "tensorboardX", types.SimpleNamespace(SummaryWriter=SummaryWriter))
+@pytest.mark.parametrize("removed", ["tensorboard", "tensorboard/*"])
+def test_a_directory_or_file_of_tensorboard_that_is_removed_is_reported(tmp_path, monkeypatch, removed):
+    FakeTensorboard(monkeypatch)
     said = []
     writer = make_writers(["tensorboard"], tmp_path, {}, say=said.append)
     writer.write(1, {"loss": 1.0})
-    (tmp_path / "tensorboard").rmdir()
+    for path in tmp_path.glob(removed):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
     writer.write(2, {"loss": 1.0})
     writer.close()
-    assert "the writer 'tensorboard' failed at step 2" in said[0] and "tensorboard was removed" in said[0]
+    assert "the writer 'tensorboard' failed at step 2" in said[0] and " was removed" in said[0]
     assert steps(tmp_path) == [1, 2]
+
+
+def test_a_directory_of_wandb_that_is_removed_is_reported(tmp_path, monkeypatch):
+    """What is not sent to a server is there alone: it went to a file without a name, without a word."""
+    files, said = tmp_path / "wandb" / "offline-run", []
+    run = types.SimpleNamespace(dir=str(files), log=lambda record, step: None, finish=lambda: None)
+    monkeypatch.setitem(
+        sys.modules, "wandb", types.SimpleNamespace(init=lambda **given: files.mkdir(parents=True) or run)
+    )
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    writer = make_writers(["wandb"], tmp_path, {}, say=said.append)
+    writer.write(1, {"loss": 1.0})
+    shutil.rmtree(tmp_path / "wandb")
+    writer.write(2, {"loss": 1.0})
+    writer.close()
+    assert f"the writer 'wandb' failed at step 2 (FileNotFoundError: {files} was removed" in said[0]
+
+
+def test_a_full_disk_is_reported_with_the_record_that_tensorboard_lacks(tmp_path, monkeypatch):
+    """Its own thread ended there without a word, and the run then waited for ever."""
+    tensorboard, said = FakeTensorboard(monkeypatch), []
+    writer = make_writers(["tensorboard"], tmp_path, {}, say=said.append)
+    writer.write(1, {"loss": 1.0})
+    assert tensorboard.events[1:] == [
+        {"step": 1, "summary": ("loss", 1.0)}
+    ]  # before close: a kill loses nothing
+    tensorboard.full = True
+    writer.write(2, {"loss": 1.0})
+    writer.write(3, {"loss": 1.0})
+    assert len(said) == 1 and "'tensorboard' failed at step 2 (OSError: [Errno 28] No space left" in said[0]
+    assert steps(tmp_path) == [1, 2, 3]
+
+
+def test_a_disk_that_is_full_from_the_beginning_is_refused(tmp_path, monkeypatch):
+    FakeTensorboard(monkeypatch).full = True
+    with pytest.raises(ValueError, match="'tensorboard' cannot begin .*No space left.* out of log.writers"):
+        make_writers(["tensorboard"], tmp_path, {})

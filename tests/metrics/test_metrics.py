@@ -9,6 +9,7 @@ import types
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fake_tensorboard import FakeTensorboard
 
 from jaxfb.callbacks import HOOKS, Callback, callback, combine
 from jaxfb.display import Progress, print_table, summary
@@ -73,23 +74,14 @@ def test_missing_extras_say_what_to_install(tmp_path, monkeypatch):
 def test_extras_receive_the_same_records(tmp_path, monkeypatch):
     calls = []
 
-    class SummaryWriter:
-        def __init__(self, directory, purge_step):
-            calls.append(("purge", purge_step))
-
-        def add_scalar(self, *args):
-            calls.append(args)
-
-        def close(self):
-            calls.append("closed")
-
     class Run:
+        dir = str(tmp_path)
         log = staticmethod(lambda record, step: calls.append((record, step)))
         finish = staticmethod(lambda: calls.append("finished"))
 
     inits = []
     wandb = types.SimpleNamespace(init=lambda **given: inits.append(given) or Run)
-    monkeypatch.setitem(sys.modules, "tensorboardX", types.SimpleNamespace(SummaryWriter=SummaryWriter))
+    events = FakeTensorboard(monkeypatch).events
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.delenv("WANDB_MODE", raising=False)
@@ -98,9 +90,10 @@ def test_extras_receive_the_same_records(tmp_path, monkeypatch):
         writer = make_writers(["tensorboard", "wandb"], tmp_path, {"a": 1}, resume)
         writer.write(8, {"loss": jnp.float32(2), "load": [1.0, float("nan")]})
         writer.close()
-    assert ("purge", 8) in calls and ("loss", 2.0, 8) in calls and ({"loss": 2.0}, 8) in calls
+    assert ({"loss": 2.0}, 8) in calls and calls[-1] == "finished"
+    first, loss = {"file_version": "brain.Event:2"}, {"step": 8, "summary": ("loss", 2.0)}
+    assert events == [first, loss, "closed", first, {"step": 8, "session_log": "START"}, loss, "closed"]
     assert read_jsonl(tmp_path / "metrics.jsonl")[-1]["load"] == [1.0, None]
-    assert calls[-2:] == ["closed", "finished"]
     assert inits[0]["mode"] == "offline" and inits[0]["id"] == inits[1]["id"]
     assert (inits[0]["project"], inits[0]["name"], inits[0]["config"]) == ("jaxfb", tmp_path.name, {"a": 1})
 
