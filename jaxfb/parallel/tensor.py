@@ -98,12 +98,13 @@ def on_head_shards(function: Callable[..., jax.Array], heads: Sequence[jax.Array
 
     Args:
       function: [R, T, heads, K] arrays and `whole` to another [R, T, heads, K].
-      heads: arrays [R, T, heads, K], cut by heads where `tensor` is the automatic axis, which must divide them all.
+      heads: arrays [R, T, heads, K], cut by heads where `tensor` is the automatic axis; where it does not divide them
+        all, every shard computes all heads.
       whole: a tree of arrays that every shard sees whole.
     """
     if automatic_axes() != [AXIS]:
         return function(*heads, whole)
-    cut = P(None, None, AXIS)
+    cut = P() if any(array.shape[2] % num_shards() for array in heads) else P(None, None, AXIS)
     specs = (*(cut for _ in heads), P())
     run = jax.shard_map(function, in_specs=specs, out_specs=cut, axis_names={AXIS}, check_vma=False)
     return run(*heads, whole)

@@ -20,6 +20,7 @@ from jaxfb.parallel.tensor import (
     check_tensor_divides,
     constrain,
     gathered_once_backward,
+    on_head_shards,
     transformer_param_specs,
 )
 
@@ -247,3 +248,14 @@ def test_a_vocabulary_over_pipe_and_tensor_is_never_whole_over_tensor():
     assert halves == whole / 2
     table = 512 // 2 * 64 * 4  # a stage's share in float32
     assert all(one.bytes < table for one in found[1] if one.axes(meshes[1]) == ("tensor",))
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_kv_heads_that_the_axis_does_not_cut_are_whole_on_every_shard(kv_heads):
+    """Pieces with one kv head on tensor=2 ended in an error of shard_map; without pieces they are computed."""
+    tensor = jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
+    query, key = (jnp.arange(24.0 * heads).reshape(2, 3, heads, 4) for heads in (4, kv_heads))
+    product = lambda query, key, two: two * query * jnp.repeat(key, 4 // kv_heads, axis=2)  # noqa: E731
+    with jax.set_mesh(tensor):
+        found = jax.jit(lambda *heads: on_head_shards(product, heads, jnp.float32(2)))(query, key)
+    np.testing.assert_array_equal(found, product(query, key, 2))
