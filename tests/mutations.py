@@ -1809,6 +1809,13 @@ MUTATIONS = (
         "planner/test_formula.py::test_a_config_in_float64_is_counted_in_64_bits_outside_tests_too",
     ),
     Mutation(
+        "an_index_of_rows_is_read_through_its_mapping",
+        "data/packing.py",
+        'source = np.repeat(self._look_up("offset", piece), length) + position',
+        "source = np.repeat(self.offset[piece], length) + position",
+        "data/test_damage.py::test_an_index_of_rows_that_is_cut_while_the_run_reads_is_refused_by_its_name",
+    ),
+    Mutation(
         "a_file_cut_while_it_is_read_gives_what_is_left",
         "data/mapped.py",
         "if len(found) != len(positions) * size:",

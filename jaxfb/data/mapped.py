@@ -1,7 +1,8 @@
 """Reads pieces of a file that an array is mapped from, by system calls: one that was cut short is then an error.
 
-Part of the data (token files, which others may write to). Reading a page of the mapping that is behind the end of the
-file, or that the disk or the server does not give, is a SIGBUS, which no Python can catch.
+Part of the data (token files, which others may write to, and the index of their rows). Reading a page of the mapping
+that is behind the end of the file, or that the disk or the server does not give, is a SIGBUS, which Python cannot
+catch.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from jaxfb.data.cache import build_once, digest
+from jaxfb.data.mapped import MappedFile, mapped_file
 from jaxfb.data.shards import OutsideVocabulary, TokenDocuments, TokenStream
 from jaxfb.refusal import Refused
 
@@ -86,12 +87,12 @@ class PackedRows(Rows):
         """
         rows = np.asarray(rows, np.int64)
         piece, row_of_piece, segment = self._pieces(rows)
-        length = self.length[piece].astype(np.int64)
+        length = self._look_up("length", piece).astype(np.int64)
         before = np.cumsum(length) - length
         first_of_row = np.searchsorted(row_of_piece, row_of_piece)
         column = before - before[first_of_row] if len(piece) else before
         position = _ranges(length)
-        source = np.repeat(self.offset[piece], length) + position
+        source = np.repeat(self._look_up("offset", piece), length) + position
         slot = np.repeat(row_of_piece * self.sequence_length + column, length) + position
         try:
             filled = {"tokens": self.stream.take(source), "targets": self.stream.take(source + 1)}
@@ -109,25 +110,39 @@ class PackedRows(Rows):
         """Returns these rows alone, renumbered from 0."""
         rows = np.asarray(rows, np.int64)
         piece, _, _ = self._pieces(rows)
-        counts = self.row_start[rows + 1] - self.row_start[rows]
+        counts = self._look_up("row_start", rows + 1) - self._look_up("row_start", rows)
         return replace(
             self,
             row_start=np.concatenate([[0], np.cumsum(counts)]),
-            offset=self.offset[piece],
-            length=self.length[piece],
+            offset=self._look_up("offset", piece),
+            length=self._look_up("length", piece),
             fingerprint=digest([self.fingerprint, hashlib.blake2b(rows.tobytes()).hexdigest()]),
         )
 
     def _pieces(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns piece, index into `rows`, and number within the row (from 1) of every piece of `rows`."""
         safe = np.maximum(rows, 0)
-        counts = np.where(rows < 0, 0, self.row_start[safe + 1] - self.row_start[safe])
+        first = self._look_up("row_start", safe)
+        counts = np.where(rows < 0, 0, self._look_up("row_start", safe + 1) - first)
         within = _ranges(counts)
         return (
-            np.repeat(self.row_start[safe], counts) + within,
+            np.repeat(first, counts) + within,
             np.repeat(np.arange(len(rows)), counts),
             within + 1,
         )
+
+    @cached_property
+    def _files(self) -> dict[str, MappedFile | None]:
+        return {name: mapped_file(getattr(self, name)) for name in INDEX_FILES}
+
+    def _look_up(self, name: str, positions: np.ndarray) -> np.ndarray:
+        """Returns elements of one array of the index, which is read by system calls where it is mapped from a file.
+
+        Raises:
+          ValueError: the file was cut short.
+        """
+        file = self._files[name]
+        return getattr(self, name)[positions] if file is None or not len(positions) else file.take(positions)
 
     def _spread(self, num_rows: int, slot: np.ndarray, values: np.ndarray) -> np.ndarray:
         dtype = np.float32 if values.dtype == np.float32 else np.int32

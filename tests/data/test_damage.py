@@ -130,6 +130,18 @@ def test_a_file_that_is_cut_between_the_look_at_it_and_its_reading_is_refused_to
         stream.take(np.arange(len(stream)))
 
 
+@pytest.mark.parametrize("name", ["row_start", "offset", "length"])
+def test_an_index_of_rows_that_is_cut_while_the_run_reads_is_refused_by_its_name(
+    config, tokens, tmp_path, name
+):
+    """It ended the process by SIGBUS, without a word."""
+    corpus = prepare(config(source="tokens", path=str(tokens)))
+    cut = next(path for path in (tmp_path / "cache").rglob(f"{name}.npy") if "train" in path.parts)
+    os.truncate(cut, 4096)
+    with pytest.raises(ValueError, match=rf"{name}.npy was cut from \d+ to 4096 bytes while it was read"):
+        corpus.train.gather(np.arange(4))
+
+
 def test_a_disk_that_fails_while_the_run_reads_is_a_sentence(config, tokens, monkeypatch):
     corpus = prepare(config(source="tokens", path=str(tokens)))
 
@@ -138,6 +150,8 @@ def test_a_disk_that_fails_while_the_run_reads_is_a_sentence(config, tokens, mon
 
     monkeypatch.setattr(os, "pread", fail)
     with pytest.raises(ValueError, match=r"t.bin cannot be read: Input/output error"):
+        corpus.train.stream.take(np.arange(4))
+    with pytest.raises(ValueError, match=r"row_start.npy cannot be read: Input/output error"):
         corpus.train.gather(np.arange(4))
 
 
