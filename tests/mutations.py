@@ -2734,6 +2734,27 @@ MUTATIONS = (
         "pretrained/test_rope_keys.py::test_a_part_of_each_head_turns_only_where_the_architecture_reads_it",
     ),
     Mutation(
+        "later_tokens_are_seen",
+        "pretrained/architectures.py",
+        "refuse(values, is_causal=True)",
+        "values.get('is_causal')",
+        "pretrained/test_architectures.py::test_a_model_that_sees_later_tokens_is_refused_though_the_key_is_off",
+    ),
+    Mutation(
+        "length_of_phi3_within_its_scaling",
+        "pretrained/families/phi3.py",
+        "rope = rope_sizes(Values({_LENGTH: 4096, **values}), in_part=True)",
+        "rope = rope_sizes(values, in_part=True)",
+        "pretrained/test_rope_keys.py::test_the_original_length_of_phi3_is_beside_its_scaling_or_4096",
+    ),
+    Mutation(
+        "described_with_tokens_of_another_model",
+        "pretrained/architectures.py",
+        "**dict.fromkeys(_OWN_TOKENS),",
+        "",
+        "pretrained/test_architectures.py::test_a_description_has_no_tokens_of_another_model",
+    ),
+    Mutation(
         "text_is_true",
         "pretrained/values.py",
         "return given is not None and boolean(self._within + name, given, who=WHO)",

@@ -42,6 +42,9 @@ _TRAINING = frozenset(
     "expert_capacity".split()
 )
 _NONE = object()
+# tokens for which transformers takes those of the published model where config.json has none: it would end a text at
+# them, and load no vocabulary without them
+_OWN_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _OF_EXPERTS = frozenset(
     "experts_per_token expert_mlp_size shared_expert_size router_scores router_renormalize router_scale "
     "router_bias_rate".split()
@@ -98,6 +101,7 @@ def sizes_of(values: Mapping[str, Any]) -> TransformerConfig:
 
 def _common(found: Architecture, values: Values) -> dict[str, Any]:
     """Returns the fields whose keys all architectures have."""
+    refuse(values, is_causal=True)  # transformers reads it in every model
     heads = values.integer("num_attention_heads")
     return {
         "vocab_size": values.integer("vocab_size"),
@@ -155,7 +159,7 @@ def describe(sizes: TransformerConfig) -> dict[str, Any]:
     missing: list[list[str]] = []
     for _, architecture in ARCHITECTURES.items():
         values = _keys(architecture, sizes)
-        lost = _lost(sizes, values)
+        lost = _lost(sizes, values) + _unloadable(architecture, sizes)
         if not lost:
             return values
         missing.append(lost)
@@ -180,6 +184,7 @@ def _keys(architecture: Architecture, sizes: TransformerConfig) -> dict[str, Any
         "rms_norm_eps": sizes.norm_eps,
         "tie_word_embeddings": sizes.tied_embeddings,
         "rope_parameters": rope_keys(sizes),
+        **dict.fromkeys(_OWN_TOKENS),
         **architecture.keys(sizes),
     }
 
@@ -204,6 +209,12 @@ def _lost(sizes: TransformerConfig, values: Mapping[str, Any]) -> list[str]:
         for name, value in wanted.items()
         if name not in ignored and got.get(name, _NONE) != value
     ]
+
+
+def _unloadable(architecture: Architecture, sizes: TransformerConfig) -> list[str]:
+    """Returns the fields with which transformers loads no model of the architecture."""
+    is_refused = architecture.divided_width and sizes.hidden_size % sizes.num_heads
+    return [f"hidden_size={sizes.hidden_size} with num_heads={sizes.num_heads}"] if is_refused else []
 
 
 def _plain(sizes: TransformerConfig) -> dict[str, Any]:

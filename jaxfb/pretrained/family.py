@@ -45,6 +45,7 @@ class Architecture:
     default_theta: of rotary positions, where config.json has none.
     rope_by_type: whether `rope_parameters` may have one object for each type of layers, which `sizes` reads.
     rope_in_part: whether only a part of each head may turn, which `sizes` reads.
+    divided_width: whether transformers loads it only where `hidden_size` is a multiple of `num_attention_heads`.
     """
 
     model_type: str
@@ -59,6 +60,7 @@ class Architecture:
     default_theta: float = 10_000.0
     rope_by_type: bool = False
     rope_in_part: bool = False
+    divided_width: bool = False
 
 
 def refuse(values: Mapping[str, Any], **supported: Any) -> None:

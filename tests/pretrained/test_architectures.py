@@ -1,13 +1,14 @@
 """The registry of architectures: its table in the docs, keys that it does not know, parts of tensors."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jaxfb.pretrained import sizes_of
-from jaxfb.pretrained.architectures import ARCHITECTURES, table
+from jaxfb.pretrained.architectures import ARCHITECTURES, describe, table
 from jaxfb.pretrained.names import Part
 from jaxfb.pretrained.tensors import Every, Rows
 
@@ -58,3 +59,26 @@ def test_a_mixture_whose_layers_are_all_dense_is_a_dense_model(name, dense):
     sizes = sizes_of({**values, **dense})
     assert (sizes.num_experts, sizes.leading, sizes.pattern) == (0, (), ())
     assert sizes_of(values).num_experts and (sizes.latent is None) == ("qwen" in name)
+
+
+@pytest.mark.parametrize("value", [False, None, 0])
+def test_a_model_that_sees_later_tokens_is_refused_though_the_key_is_off(value):
+    assert sizes_of({**LLAMA, "is_causal": True}) == sizes_of(LLAMA)
+    with pytest.raises(ValueError, match="is_causal=.* is not supported; only is_causal=True is"):
+        sizes_of({**LLAMA, "is_causal": value})
+
+
+def test_a_width_that_is_no_multiple_of_the_heads_is_described_where_transformers_loads_it():
+    sizes = sizes_of({**LLAMA, "head_dim": 8})
+    assert describe(sizes)["model_type"] == "llama"
+    odd = replace(sizes, num_heads=5, num_kv_heads=5)
+    assert odd.hidden_size % 5 and describe(odd)["model_type"] == "mistral"
+    gemma = sizes_of(json.loads((ROOT / "golden" / "hf_gemma2_tiny" / "config.json").read_text()))
+    with pytest.raises(ValueError, match=r"listed here has hidden_size=\d+ with num_heads=5;"):
+        describe(replace(gemma, num_heads=5, num_kv_heads=5))
+
+
+@pytest.mark.parametrize("name", ["hf_llama_tiny", "hf_phi3_tiny", "hf_smollm3_tiny", "hf_gemma_tiny"])
+def test_a_description_has_no_tokens_of_another_model(name):
+    values = describe(sizes_of(json.loads((ROOT / "golden" / name / "config.json").read_text())))
+    assert all(values[key] is None for key in ("bos_token_id", "eos_token_id", "pad_token_id"))

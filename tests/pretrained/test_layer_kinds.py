@@ -14,6 +14,7 @@ from jaxfb.models.pattern import stack_of
 from jaxfb.models.transformer import init_params
 from jaxfb.pretrained import export_model, load_params, open_repository, sizes_of
 from jaxfb.pretrained.architectures import describe
+from jaxfb.pretrained.layer_types import layers_in
 from jaxfb.pretrained.repository import Repository
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -94,3 +95,12 @@ def test_each_kind_of_gemma_3_has_its_own_scaling(of_local):
         "full_attention": {"rope_theta": 1e5, "rope_type": "default"},
     }
     assert [layer.rope_scaling is None for layer in stack_of(sizes_of(values)).period] == [True, False]
+
+
+def test_the_pattern_of_gemma_3_has_one_name():
+    values = json.loads((GOLDEN / "hf_gemma3_tiny" / "config.json").read_text())
+    del values["layer_types"]
+    windows = [one.window for one in layers_in(sizes_of({**values, "_sliding_window_pattern": 2}))]
+    assert windows == [5] * 5  # of six layers the last would have none
+    windows = [one.window for one in layers_in(sizes_of({**values, "sliding_window_pattern": 2}))]
+    assert windows == [5, None, 5, None, 5]

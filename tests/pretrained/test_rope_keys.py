@@ -3,9 +3,11 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jaxfb.models.pattern import stack_of
+from jaxfb.models.rope import frequencies
 from jaxfb.pretrained import sizes_of
 from jaxfb.pretrained.architectures import ARCHITECTURES
 from jaxfb.refusal import Refused
@@ -81,3 +83,53 @@ def test_gpt_oss_must_tell_its_positions():
         sizes_of(values)
     values["rope_parameters"] = {"rope_type": "default"}
     assert sizes_of(values).rope_theta == 150_000.0
+
+
+def phi3_scaling(**beside):
+    factors = {"short_factor": [1.0, 1.2, 1.5], "long_factor": [1.5, 3.0, 6.0]}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16, **factors}
+    values = {**config("hf_phi3_tiny"), "rope_parameters": rope}
+    del values["original_max_position_embeddings"]
+    return sizes_of({**values, **beside}).rope_scaling
+
+
+def test_the_original_length_of_phi3_is_beside_its_scaling_or_4096():
+    assert phi3_scaling(original_max_position_embeddings=32).original_length == 32
+    found = phi3_scaling(max_position_embeddings=8192)
+    assert (found.original_length, found.factor) == (4096, 2.0)
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+def gemma3(rope=YARN, **beside):
+    values = config("hf_gemma3_tiny")
+    values["rope_parameters"]["full_attention"] = rope
+    return sizes_of({**values, **beside})
+
+
+def test_what_no_type_of_layers_reads_is_refused():
+    assert {kind.rope_scaling and kind.rope_scaling.original_length for kind in gemma3().pattern} == {
+        None,
+        16,
+    }
+    with pytest.raises(
+        Refused, match="original_max_position_embeddings=8 stands beside the rotary positions"
+    ):
+        gemma3(original_max_position_embeddings=8)
+    with pytest.raises(Refused, match="truncate=False is not supported; only truncate=True is"):
+        gemma3({**YARN, "truncate": False})
+
+
+@pytest.mark.parametrize(
+    "length, truncate, expected",
+    [
+        (4, True, [1.0, 0.07905694, 0.025, 0.007905694]),
+        (4, False, [1.0, 0.31622777, 0.1, 0.031622777]),
+        (5, False, [1.0, 0.31622777, 0.1, 0.031622777]),
+    ],
+)
+def test_an_original_length_below_a_turn_is_scaled_as_in_transformers(length, truncate, expected):
+    rope = {**YARN, "original_max_position_embeddings": length, "truncate": truncate}
+    scaling = sizes_of({**config("hf_llama_tiny"), "rope_parameters": rope}).rope_scaling
+    np.testing.assert_allclose(frequencies(8, 100.0, scaling), expected, rtol=1e-6)

@@ -94,4 +94,5 @@ GEMMA2 = Architecture(
     keys=_keys,
     activations=ACTIVATIONS,
     layer_names=NAMES,
+    divided_width=True,
 )

@@ -7,7 +7,7 @@ from typing import Any
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.pattern import LayerKind
 from jaxfb.pretrained.families.gemma2 import ACTIVATIONS, NAMES, later_gemma_keys, later_gemma_sizes
-from jaxfb.pretrained.family import Architecture, Values
+from jaxfb.pretrained.family import Architecture, Values, refuse
 from jaxfb.pretrained.layer_types import FULL, SLIDING, layers_in, stack_sizes, types_of, windows_of
 from jaxfb.pretrained.rope_keys import rope_keys, sizes_of_rope
 from jaxfb.pretrained.values import WHO
@@ -30,14 +30,21 @@ def _ropes(values: Values) -> dict[str, dict[str, Any]]:
         theta[SLIDING] = values.number("rope_local_base_freq", theta[SLIDING], above=0)
     each = {kind: rope.section(kind) for kind in _THETA}
     each[FULL] = each[FULL] if rope else values.section("rope_scaling")
+    for one in each.values():
+        refuse(one, truncate=True)  # transformers looks for it beside the types of layers, where it cannot be
+    if (length := values.integer_or_none("original_max_position_embeddings")) is not None:
+        raise Refused(
+            f"{WHO} original_max_position_embeddings={length} stands beside the rotary positions, where a gemma3_text "
+            "model does not read it; move it into the scaling that it belongs to"
+        )
     return {kind: sizes_of_rope(each[kind], values, theta[kind]) for kind in _THETA}
 
 
 def _sizes(values: Values) -> dict[str, Any]:
     values.get("attn_logit_softcapping")  # read by no model
     window, number = values.integer_or_none("sliding_window", 4096), values.integer("num_hidden_layers")
-    found = [values.integer_or_none(name) for name in ("sliding_window_pattern", "_sliding_window_pattern")]
-    every = found[0] or found[1] or 6
+    values.get("_sliding_window_pattern")  # written beside layer_types, and read by no model
+    every = values.integer_or_none("sliding_window_pattern") or 6
     types = types_of(values, [SLIDING if (layer + 1) % every else FULL for layer in range(number)])
     ropes = _ropes(values)
     windows_of(types, window)  # refuses local layers without a window
@@ -69,4 +76,5 @@ GEMMA3_TEXT = Architecture(
     activations=ACTIVATIONS,
     layer_names=NAMES,
     rope_by_type=True,
+    divided_width=True,
 )

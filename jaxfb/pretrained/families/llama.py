@@ -11,4 +11,5 @@ LLAMA = Architecture(
     tested="transformers: logits, losses, gradients",
     sizes=bias_sizes,
     keys=bias_keys,
+    divided_width=True,
 )

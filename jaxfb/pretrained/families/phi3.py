@@ -10,6 +10,8 @@ from jaxfb.pretrained.rope_keys import rope_keys, rope_sizes, rotary_share
 from jaxfb.pretrained.tensors import DENSE, Rows
 from jaxfb.refusal import Refused
 
+_LENGTH = "original_max_position_embeddings"
+
 
 def _heads(sizes: TransformerConfig) -> tuple[int, ...]:
     size, kv_heads = sizes.head_size or 0, sizes.num_kv_heads or 0
@@ -35,13 +37,16 @@ _NAMES = {
 
 def _sizes(values: Values) -> dict[str, Any]:
     refuse(values, attention_bias=False)
-    values.integer_or_none("original_max_position_embeddings")  # read again where rope_parameters has none
-    scaling = rope_sizes(values, in_part=True).get("rope_scaling")
+    values.integer_or_none(_LENGTH)  # without a scaling it means nothing
+    # a missing key has its default, which comes before one in rope_parameters too
+    rope = rope_sizes(Values({_LENGTH: 4096, **values}), in_part=True)
+    scaling = rope.get("rope_scaling")
     if scaling is not None and scaling.kind != "longrope":
         raise Refused(
             f"[hf] rope_type={scaling.kind!r} is not supported in phi3; only default and longrope are"
         )
     return {
+        **rope,
         "window": values.integer_or_none("sliding_window"),
         "variant": {"rotary_share": rotary_share(values)},
     }
@@ -50,7 +55,7 @@ def _sizes(values: Values) -> dict[str, Any]:
 def _keys(sizes: TransformerConfig) -> dict[str, Any]:
     share, scaling = sizes.variant.rotary_share, sizes.rope_scaling
     # the length of short documents
-    length = {} if scaling is None else {"original_max_position_embeddings": scaling.original_length}
+    length = {} if scaling is None else {_LENGTH: scaling.original_length}
     rope = {**rope_keys(sizes), "partial_rotary_factor": share}
     return {"rope_parameters": rope, "sliding_window": sizes.window, **length}
 
