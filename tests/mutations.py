@@ -2755,6 +2755,20 @@ MUTATIONS = (
         "pretrained/test_architectures.py::test_a_description_has_no_tokens_of_another_model",
     ),
     Mutation(
+        "tag_of_a_web_page_ends_documents",
+        "data/tokenizer.py",
+        "key=lambda name: name not in special)",
+        "key=lambda name: 0)",
+        "data/test_tokenizer.py::test_special_tokens_begin_and_end_documents_before_words_of_such_names",
+    ),
+    Mutation(
+        "text_ends_at_the_tokens_of_the_tokenizer_alone",
+        "inference/model.py",
+        "dict.fromkeys((*own, *self.ends))",
+        "dict.fromkeys(own)",
+        "inference/test_complete.py::test_a_text_without_a_chat_ends_where_the_files_of_the_model_end_it",
+    ),
+    Mutation(
         "text_is_true",
         "pretrained/values.py",
         "return given is not None and boolean(self._within + name, given, who=WHO)",

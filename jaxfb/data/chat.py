@@ -367,6 +367,12 @@ def _template_of(path: Path, config: Mapping[str, Any]) -> str | None:
     return given if isinstance(given, str) else None
 
 
+def saved_ends(directory: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Returns the ids that end a text by the files of a model, or by those that a run carries (`RUN/hf`)."""
+    places = (Path(directory), Path(directory) / "hf")
+    return tuple(dict.fromkeys(one for place in places for one in _ends_in(place, tokenizer)))
+
+
 def _ends_in(path: Path, tokenizer: Tokenizer) -> list[int]:
     """Returns the "eos_token_id" of a model's files; ids that the tokenizer lacks are left out, for none is sampled."""
     names = [name for name in ("generation_config.json", "config.json") if (path / name).is_file()]

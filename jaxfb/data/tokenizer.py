@@ -171,9 +171,17 @@ class LibraryTokenizer:
         self._serialized = serialized
         self._vocab = self._implementation.get_vocab(with_added_tokens=True)
         self.vocab_size = max(self._vocab.values()) + 1
-        self.start_id = next((self._vocab[name] for name in START_NAMES if name in self._vocab), None)
-        self.eos_id = next((self._vocab[name] for name in END_NAMES if name in self._vocab), None)
+        self.start_id, self.eos_id = self._first(START_NAMES), self._first(END_NAMES)
         self.fingerprint = hashlib.blake2b(serialized.encode(), digest_size=8).hexdigest()
+
+    def _first(self, names: Iterable[str]) -> int | None:
+        """Returns the id of the first of these names that is a special token, or else any token: Gemma's vocabulary has
+        <s> and </s> too, as the tags of web pages.
+        """
+        added = self._implementation.get_added_tokens_decoder().values()
+        special = {token.content for token in added if token.special}
+        known = sorted((name for name in names if name in self._vocab), key=lambda name: name not in special)
+        return self._vocab[known[0]] if known else None
 
     @property
     def before_text(self) -> tuple[int, ...]:

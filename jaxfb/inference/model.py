@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jaxfb.config import config_from_dict, load_config, refuse_own_model, saved_run
 from jaxfb.config.sections import AutoMesh, MeshConfig
 from jaxfb.data import load_tokenizer
-from jaxfb.data.chat import Chat, saved_chat
+from jaxfb.data.chat import Chat, saved_chat, saved_ends
 from jaxfb.data.tokenizer import ByteTokenizer, Tokenizer, absent_ids
 from jaxfb.forward_backward import ForwardBackward, get_forward_backward_func
 from jaxfb.losses.logits import IdRanges
@@ -47,6 +47,7 @@ class Model:
     name:   what it was opened by. config: of the run, or as if a run began with the directory.
     update: of the checkpoint. chat: None where there is no template, and a prompt is continued as it stands.
     mesh:   over which the parameters are cut; None where they are all on one device.
+    ends:   ids that end a text by generation_config.json, or config.json, of the model's files.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Model:
     chat: Chat | None
     update: int
     mesh: Mesh | None = None
+    ends: tuple[int, ...] = ()
 
     @property
     def title(self) -> str:
@@ -68,7 +70,8 @@ class Model:
         """Returns the ids that end an answer, or a text where there is no chat."""
         if self.chat is not None:
             return self.chat.stop_tokens
-        return () if self.tokenizer.eos_id is None else (self.tokenizer.eos_id,)
+        own = () if self.tokenizer.eos_id is None else (self.tokenizer.eos_id,)
+        return tuple(dict.fromkeys((*own, *self.ends)))
 
     @cached_property
     def absent_ids(self) -> IdRanges:
@@ -116,8 +119,8 @@ def open_model(
     params, record = newest_params(directory, config, shapes, dtype)
     if "config" in record:  # not where nothing was trained yet
         check_model(record["config"], config)
-    chat = saved_chat(directory, tokenizer)
-    return Model(str(path), config, sizes, params, tokenizer, chat, record["update"], mesh)
+    chat, ends = saved_chat(directory, tokenizer), saved_ends(directory, tokenizer)
+    return Model(str(path), config, sizes, params, tokenizer, chat, record["update"], mesh, ends)
 
 
 def files_of(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, str]:

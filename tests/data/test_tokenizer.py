@@ -92,3 +92,15 @@ def test_documents_begin_and_end_with_the_tokens_of_published_models(tmp_path, n
     made.save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(tmp_path)
     assert (tokenizer.start_id, tokenizer.eos_id) == (1, 2)
+
+
+def test_special_tokens_begin_and_end_documents_before_words_of_such_names(tmp_path):
+    from tokenizers import Tokenizer, models
+
+    made = Tokenizer(models.BPE({"a": 0}, []))
+    made.add_tokens(["<s>", "</s>"])  # as in Gemma's vocabulary, which has the tags of web pages
+    made.save(str(tmp_path / "tokenizer.json"))
+    assert (load_tokenizer(tmp_path).start_id, load_tokenizer(tmp_path).eos_id) == (1, 2)
+    made.add_special_tokens(["<bos>", "<eos>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    assert (load_tokenizer(tmp_path).start_id, load_tokenizer(tmp_path).eos_id) == (3, 4)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -271,6 +272,22 @@ def test_what_is_no_prompt_is_refused(model, prompts, how, message):
 def test_a_vocabulary_with_padding_draws_tokens_alone(model):
     assert model.absent_ids == ((259, 320),) and model.stop_tokens == (256, 258)
     assert np.asarray(model.params["embed"]["embedding"]).shape == (320, 16)
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+def test_a_text_without_a_chat_ends_where_the_files_of_the_model_end_it(directory, name, tmp_path):
+    bare = tmp_path / "bare"
+    shutil.copytree(directory, bare)
+    for one in ("chat_template.jinja", "generation_config.json"):
+        (bare / one).unlink()
+    values = json.loads((bare / name).read_text()) if name == "config.json" else {}
+    (bare / name).write_text(json.dumps({**values, "eos_token_id": [7, 9, 300]}))
+    model = open_model(bare)
+    assert model.chat is None and model.absent_ids == ((259, 320),)
+    assert model.stop_tokens == (model.tokenizer.eos_id, 7, 9)
+    (bare / name).write_text(json.dumps({**values, "eos_token_id": "7"}))
+    with pytest.raises(ValueError, match="eos_token_id='7' must be an id or a list of ids"):
+        open_model(bare)
 
 
 @pytest.mark.parametrize(
