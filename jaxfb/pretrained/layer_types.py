@@ -65,6 +65,12 @@ def window_in(sizes: TransformerConfig) -> int | None:
     return next((one.window for one in layers_in(sizes) if one.window is not None), None)
 
 
+def type_keys(sizes: TransformerConfig) -> dict[str, Any]:
+    """Returns the keys of a model with both types, whose mask of local layers needs a width even if none has it."""
+    window = window_in(sizes)
+    return {"layer_types": types_in(sizes), **({} if window is None else {"sliding_window": window})}
+
+
 def qwen_windows(values: Values) -> dict[str, Any]:
     """Returns the stack of Qwen2 and Qwen3, where the layers from `max_window_layers` on may have a window."""
     window, first = used_window(values), values.integer("max_window_layers", 28, least=0)

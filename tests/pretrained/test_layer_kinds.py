@@ -104,3 +104,13 @@ def test_the_pattern_of_gemma_3_has_one_name():
     assert windows == [5] * 5  # of six layers the last would have none
     windows = [one.window for one in layers_in(sizes_of({**values, "sliding_window_pattern": 2}))]
     assert windows == [5, None, 5, None, 5]
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt_oss"])
+def test_a_description_without_windows_has_the_width_of_one_for_transformers(name):
+    values = json.loads((GOLDEN / f"hf_{name}_tiny" / "config.json").read_text())
+    sizes = sizes_of({**values, "layer_types": ["full_attention"] * values["num_hidden_layers"]})
+    found = describe(sizes)
+    assert found["model_type"] == values["model_type"] and set(found["layer_types"]) == {"full_attention"}
+    assert isinstance(found.get("sliding_window", 4096), int)  # null makes its mask of local layers fail
+    assert sizes_of(found) == sizes

@@ -12,9 +12,8 @@ from jaxfb.pretrained.layer_types import (
     FULL,
     SLIDING,
     stack_sizes,
-    types_in,
+    type_keys,
     types_of,
-    window_in,
     windows_of,
 )
 from jaxfb.pretrained.tensors import DENSE
@@ -57,8 +56,7 @@ def later_gemma_keys(sizes: TransformerConfig) -> dict[str, Any]:
         "attention_bias": sizes.variant.output_bias,
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": round(scalar) if abs(scalar - round(scalar)) < 1e-9 * scalar else scalar,
-        "sliding_window": window_in(sizes),
-        "layer_types": types_in(sizes),
+        **type_keys(sizes),
     }
 
 

@@ -11,9 +11,8 @@ from jaxfb.pretrained.layer_types import (
     FULL,
     SLIDING,
     stack_sizes,
-    types_in,
+    type_keys,
     types_of,
-    window_in,
     windows_of,
 )
 from jaxfb.pretrained.tensors import ATTENTION, Every, Place
@@ -64,8 +63,7 @@ def _keys(sizes: TransformerConfig) -> dict[str, Any]:
         "attention_bias": True,
         "swiglu_alpha": 1.702,
         "swiglu_limit": 7.0,
-        "sliding_window": window_in(sizes),
-        "layer_types": types_in(sizes),
+        **type_keys(sizes),
     }
 
 
