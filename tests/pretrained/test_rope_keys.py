@@ -121,6 +121,17 @@ def test_what_no_type_of_layers_reads_is_refused():
         gemma3({**YARN, "truncate": False})
 
 
+def test_a_scaling_of_gemma_3_has_its_kind_under_the_name_that_is_read():
+    values = config("hf_gemma3_tiny")
+    del values["rope_parameters"]
+    read = sizes_of({**values, "rope_scaling": {"rope_type": "linear", "factor": 8.0}})
+    assert {kind.rope_scaling and kind.rope_scaling.factor for kind in read.pattern} == {None, 8.0}
+    with pytest.raises(
+        Refused, match="rope_scaling of a gemma3_text model has type='linear', which it does not read"
+    ):
+        sizes_of({**values, "rope_scaling": {"type": "linear", "factor": 8.0}})
+
+
 @pytest.mark.parametrize(
     "length, truncate, expected",
     [

@@ -11,7 +11,7 @@ from jaxfb.pretrained.family import Architecture, Values, refuse
 from jaxfb.pretrained.layer_types import FULL, SLIDING, layers_in, stack_sizes, types_of, windows_of
 from jaxfb.pretrained.rope_keys import rope_keys, sizes_of_rope
 from jaxfb.pretrained.values import WHO
-from jaxfb.refusal import Refused
+from jaxfb.refusal import Refused, shown
 
 _THETA = {SLIDING: 10_000.0, FULL: 1_000_000.0}
 
@@ -29,7 +29,7 @@ def _ropes(values: Values) -> dict[str, dict[str, Any]]:
         theta[FULL] = values.number("rope_theta", theta[FULL], above=0)
         theta[SLIDING] = values.number("rope_local_base_freq", theta[SLIDING], above=0)
     each = {kind: rope.section(kind) for kind in _THETA}
-    each[FULL] = each[FULL] if rope else values.section("rope_scaling")
+    each[FULL] = each[FULL] if rope else _scaling_of_before(values)
     for one in each.values():
         refuse(one, truncate=True)  # transformers looks for it beside the types of layers, where it cannot be
     if (length := values.integer_or_none("original_max_position_embeddings")) is not None:
@@ -38,6 +38,16 @@ def _ropes(values: Values) -> dict[str, dict[str, Any]]:
             "model does not read it; move it into the scaling that it belongs to"
         )
     return {kind: sizes_of_rope(each[kind], values, theta[kind]) for kind in _THETA}
+
+
+def _scaling_of_before(values: Values) -> Values:
+    scaling = values.section("rope_scaling")
+    if "rope_type" not in scaling and (kind := scaling.get("type", "default")) != "default":
+        raise Refused(
+            f"{WHO} rope_scaling of a gemma3_text model has type={shown(kind)}, which it does not read; name the kind "
+            "rope_type"
+        )
+    return scaling
 
 
 def _sizes(values: Values) -> dict[str, Any]:
