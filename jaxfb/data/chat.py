@@ -87,13 +87,17 @@ class Chat:
 
         Names of special tokens in it are the template's and the messages' alike: to be read, not to be encoded.
         """
-        made = _BUILT_IN.get(self.template)
-        if made is not None:
-            eos = self.variables.get("eos_token", "")
-            has_end = self.tokenizer.id_of("<|im_end|>") is not None  # else chatml's end is not a token
-            return made(messages, opening, "" if has_end else eos, eos)
         plain = [dict(message) for message in messages]
         return self._compiled(messages=plain, add_generation_prompt=opening, **self.variables)
+
+    @property
+    def jinja(self) -> str:
+        """Returns the source of the template, as chat_template.jinja has it."""
+        if self.template not in BUILT_IN:
+            return self.template
+        has_end = self.template == "chatml" and self.tokenizer.id_of("<|im_end|>") is not None
+        end = "" if has_end else self.variables.get("eos_token", "")  # what ends an answer must be a token
+        return f"{{%- set end = {json.dumps(end, ensure_ascii=False)} %}}{_SOURCES[self.template]}"
 
     def table(self) -> list[tuple[str, str]]:
         """Lists (name, value), for the start of a run."""
@@ -109,7 +113,7 @@ class Chat:
 
     @cached_property
     def _compiled(self) -> Any:
-        return compile_template(self.template)
+        return compile_template(self.jinja)
 
     @cached_property
     def _special(self) -> re.Pattern:
@@ -277,25 +281,15 @@ def saved_chat(directory: str | Path, tokenizer: Tokenizer) -> Chat | None:
 _VARIABLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
-def _chatml(messages: Sequence[Message], opening: bool, end: str, eos: str) -> str:
-    ends = {"assistant": end}
-    turns = [
-        f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>{ends.get(m['role'], '')}\n" for m in messages
-    ]
-    return "".join(turns) + "<|im_start|>assistant\n" * opening
-
-
-def _plain(messages: Sequence[Message], opening: bool, end: str, eos: str) -> str:
-    ends = {"assistant": eos}
-    turns = [f"{m['role'].capitalize()}: {m['content']}{ends.get(m['role'], chr(10) * 2)}" for m in messages]
-    return "".join(turns) + "Assistant: " * opening
-
-
-def _none(messages: Sequence[Message], opening: bool, end: str, eos: str) -> str:
-    return "".join(m["content"] + eos * (m["role"] == "assistant") for m in messages)
-
-
-_BUILT_IN = {"chatml": _chatml, "plain": _plain, "none": _none}
+_SOURCES = {
+    "chatml": "{%- for m in messages %}{{- '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' }}"
+    "{{- (end if m['role'] == 'assistant' else '') + '\\n' }}{%- endfor %}"
+    "{{- '<|im_start|>assistant\\n' if add_generation_prompt else '' }}",
+    "plain": "{%- for m in messages %}{{- m['role'] | capitalize + ': ' + m['content'] }}"
+    "{{- end if m['role'] == 'assistant' else '\\n\\n' }}{%- endfor %}"
+    "{{- 'Assistant: ' if add_generation_prompt else '' }}",
+    "none": "{%- for m in messages %}{{- m['content'] + (end if m['role'] == 'assistant' else '') }}{%- endfor %}",
+}
 
 
 def _unused(messages: Sequence[Message]) -> str:

@@ -31,6 +31,7 @@ from jaxfb.pretrained.repository import open_repository, read_json
 from jaxfb.pretrained.tensor_files import NAMES
 from jaxfb.refusal import Refused, choice
 from jaxfb.trainable import name_of
+from jaxfb.training.exported_chat import add_texts, ids_of_tokens
 from jaxfb.training.from_config.sizes import abstract_params, config_with_model
 from jaxfb.training.parameters import carried_of, weights_of
 from jaxfb.training.run_dir import RunDirectory
@@ -95,10 +96,7 @@ def export_run(
         written = _export_files(files, Path(directory), dtype)
     else:
         written = _export_checkpoint(source, config, Path(directory), dtype)
-    own = source / "tokenizer.json"
-    if not (Path(directory) / "tokenizer.json").exists() and _is_library_tokenizer(own):
-        written.append(Path(shutil.copyfile(own, Path(directory) / "tokenizer.json")))
-    return written
+    return written + add_texts(source, Path(directory))
 
 
 def _export_files(source: Path, target: Path, dtype: str | None) -> list[Path]:
@@ -224,7 +222,7 @@ def _described(source: Path, config: Any, origin: Path | None) -> tuple[Transfor
     """Returns the sizes of the run's model and a config.json of it."""
     model = config_with_model(config).model
     if origin is not None:
-        values = read_json(origin / "config.json")
+        values = read_json(origin / "config.json") | ids_of_tokens(source, is_own=False)
         return replace(sizes_of(values), mtp_depth=getattr(model, "mtp_depth", 0)), values
     if isinstance(model, OwnModelConfig):
         raise Refused(
@@ -234,7 +232,7 @@ def _described(source: Path, config: Any, origin: Path | None) -> tuple[Transfor
     # the rows of the saved embedding, since a config may leave the vocabulary to the tokenizer
     shapes = CheckpointStore(source / "checkpoints", keep_best=None).shapes()
     sizes = model.sized(shapes["params.embed.embedding"][0])
-    return sizes, describe(sizes)
+    return sizes, describe(sizes) | ids_of_tokens(source, is_own=True)
 
 
 def _config(target: Path) -> dict[str, Any]:
@@ -247,7 +245,3 @@ def _config(target: Path) -> dict[str, Any]:
         "run": {"dir": str(target), "updates": 1000},
         "optimizer": {"learning_rate": 1e-5},
     }
-
-
-def _is_library_tokenizer(path: Path) -> bool:
-    return path.is_file() and "model" in read_json(path)
