@@ -839,6 +839,13 @@ MUTATIONS = (
         "optim/test_optim_schedules.py::test_rates_are_those_of_transformers",
     ),
     Mutation(
+        "restarts_of_a_rounded_quotient",
+        "optim/learning_rate.py",
+        "% span.length / span.length",
+        "/ span.length % 1",
+        "optim/test_optim_schedules.py::test_restarts_are_at_their_counts_and_none_is_at_the_end",
+    ),
+    Mutation(
         "hysteresis_ignored",
         "optim/loss_scale.py",
         "scale=jnp.where(left == 0, smaller, state.scale)",

@@ -126,12 +126,15 @@ class Span(NamedTuple):
     total: int | None
     warmup: int
 
+    @property
+    def length(self):
+        """Returns the counts from the end of the warmup to total."""
+        assert self.total is not None, "only a fall that is open_ended has no end, and it asks for no length"
+        return self.total - self.warmup
+
     def progress(self, count):
         """Returns 0 at the end of the warmup and 1 at total; it continues after it."""
-        assert self.total is not None, (
-            "only a fall that is open_ended has no end, and it asks for no progress"
-        )
-        return (count - self.warmup) / (self.total - self.warmup)
+        return (count - self.warmup) / self.length
 
     def at(self, height):
         """Scales a shape's height, 1..0, to a rate."""
@@ -182,8 +185,9 @@ def cosine_restarts(span, cycles=1):
     check(whole, f"{span.who}: cycles={cycles} must be a whole number of falls; use {max(1, round(cycles))}")
 
     def fall(count):
-        progress = span.progress(count)
-        return span.at(jnp.where(progress < 1, FALLS["cosine"]((cycles * progress) % 1), 0))
+        # The remainder of whole numbers: of a rounded quotient a fall would begin a count late, or once more at total.
+        done = cycles * (count - span.warmup) % span.length / span.length
+        return span.at(jnp.where(count < span.total, FALLS["cosine"](done), 0))
 
     return fall
 

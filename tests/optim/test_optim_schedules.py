@@ -124,6 +124,18 @@ def test_float32_keeps_its_digits_early_in_a_long_warmup_and_late_in_a_cosine():
     np.testing.assert_allclose(cosine.function(jnp.float32(99_900)), cosine(99_900), rtol=1e-3)
 
 
+@pytest.mark.parametrize(("length", "cycles"), [(98, 3), (49, 1), (98, 2), (115, 5), (6, 3)])
+def test_restarts_are_at_their_counts_and_none_is_at_the_end(length, cycles):
+    """A compiler multiplies by 1 / length in place of dividing, so that the end is at 0.99999994 of it."""
+    schedule = lr_schedule("cosine_restarts", peak=1.0, total=length + 7, warmup=7, cycles=cycles)
+    counts = np.arange(length + 2)
+    done = counts * cycles % length / length
+    expected = np.where(counts < length, (1 + np.cos(np.pi * done)) / 2, 0)
+    single = jax.jit(jax.vmap(schedule.function))(jnp.asarray(counts + 7, jnp.float32))
+    np.testing.assert_allclose(single, expected, atol=1e-6)
+    np.testing.assert_allclose(curve(schedule, counts + 7), expected, atol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "sentence"),
     [
