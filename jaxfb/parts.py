@@ -29,8 +29,8 @@ MODELS: Registry[Callable[..., Any]] = Registry(
 
 OPTIMIZERS: Registry[Callable[..., Any]] = Registry(
     "optimizer",
-    _all_of(_OPTIMIZERS, "adamw", "lion", "adafactor")
-    | {"muon": "jaxfb.optim.muon:muon"}
+    _all_of(_OPTIMIZERS, "adamw", "lion")
+    | {"adafactor": "jaxfb.optim.adafactor:adafactor", "muon": "jaxfb.optim.muon:muon"}
     | _all_of(_OPTIMIZERS, "sgd"),
 )
 """`(**hyperparameters) -> optax transformation` whose updates are the directions, as `optax.scale_by_adam` is.

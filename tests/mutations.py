@@ -839,6 +839,13 @@ MUTATIONS = (
         "optim/test_optim_schedules.py::test_rates_are_those_of_transformers",
     ),
     Mutation(
+        "adafactor_factors_layers",
+        "optim/adafactor.py",
+        "jax.tree.map(one, updates, *state[1:], params, stacked(params))",
+        "jax.tree.map(one, updates, *state[1:], params, jax.tree.map(lambda _: False, params))",
+        "optim/test_optim.py::test_adafactor_factors_no_layer_with_another",
+    ),
+    Mutation(
         "restarts_of_a_rounded_quotient",
         "optim/learning_rate.py",
         "% span.length / span.length",

@@ -23,7 +23,7 @@ import optax
 from jaxfb.optim.choose import build, check, choose, is_injected, real
 from jaxfb.optim.hyperparameters import OF_PARAMS, checked, like_params
 from jaxfb.optim.learning_rate import Schedule
-from jaxfb.optim.leaves import path_names, stacked
+from jaxfb.optim.leaves import path_names
 from jaxfb.optim.muon import Placed
 from jaxfb.optim.weight_decay import decay_mask
 from jaxfb.parts import OPTIMIZERS
@@ -283,27 +283,3 @@ def lion(b1=0.9, b2=0.99, mu_dtype=None):
 def sgd(momentum=0.0, nesterov=False):
     """Returns the direction of the gradient, or its momentum; see `make_optimizer`."""
     return optax.trace(momentum, nesterov) if momentum else optax.identity()
-
-
-def adafactor(
-    decay_rate=0.8, clipping_threshold=1.0, scale_by_parameter=True, min_dim_size_to_factor=128, eps=1e-30
-):
-    """Returns the direction of Adafactor; see `make_optimizer`."""
-    factored = optax.scale_by_factored_rms(
-        decay_rate=decay_rate, min_dim_size_to_factor=min_dim_size_to_factor, epsilon=eps
-    )
-    clip = optax.identity() if clipping_threshold is None else optax.clip_by_block_rms(clipping_threshold)
-    scale = optax.scale_by_param_block_rms() if scale_by_parameter else optax.identity()
-    return optax.chain(factored, _per_layer(clip), _per_layer(scale))
-
-
-def _per_layer(transform: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Applies a stateless leafwise transformation to every layer of a stacked leaf by itself."""
-
-    def apply(update, param):
-        return transform.update(update, optax.EmptyState(), param)[0]
-
-    def one(update, param, in_stack):
-        return (jax.vmap(apply) if in_stack else apply)(update, param)
-
-    return optax.stateless(lambda updates, params: jax.tree.map(one, updates, params, stacked(params)))

@@ -163,6 +163,25 @@ def test_a_stacked_leaf_is_updated_layer_by_layer(name):
         jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-7), layer, one_by_one[i])
 
 
+def test_adafactor_factors_no_layer_with_another():
+    """Of [layers, width] and [layers, few, width] the layers are one of the two largest dims."""
+    key = jax.random.key(0)
+    params = {"norm": jax.random.normal(key, (5, 4)), "q_norm": jax.random.normal(key, (5, 2, 4))}
+    optimizer = make_optimizer("adafactor", learning_rate=0.1, min_dim_size_to_factor=2)
+
+    def two_updates(tree):
+        state = optimizer.init(tree)
+        for step in (1, 2):
+            grads = jax.tree.map(lambda x, step=step: jnp.sin(7 * step * x), tree)
+            updates, state = optimizer.update(grads, state, tree)
+        return updates
+
+    stacked = two_updates({"layers": params})["layers"]
+    for i in range(5):
+        alone = two_updates(jax.tree.map(lambda x, i=i: x[i], params))
+        jax.tree.map(lambda x, y, i=i: np.testing.assert_allclose(x[i], y, rtol=1e-5), stacked, alone)
+
+
 def test_muon_orthogonalises_hidden_matrices_and_gives_the_rest_to_adamw():
     params = mixed_params()
     grads = jax.tree.map(lambda x: jnp.sin(7 * x), params)
