@@ -846,6 +846,20 @@ MUTATIONS = (
         "optim/test_optim.py::test_adafactor_factors_no_layer_with_another",
     ),
     Mutation(
+        "padding_on_the_left_is_packed_as_tokens",
+        "forward_backward/packed.py",
+        "segments = np.where(made[SEGMENTS] > 0, self._segment, 0)",
+        "segments = self._segment",
+        "forward_backward/test_budget.py::test_padding_within_rows_and_positions_of_the_batch_stay_when_rows_are_packed",
+    ),
+    Mutation(
+        "positions_are_packed_away",
+        "forward_backward/packed.py",
+        "{POSITIONS: positions, **made, SEGMENTS: segments}",
+        "{**made, POSITIONS: positions, SEGMENTS: segments}",
+        "forward_backward/test_budget.py::test_padding_within_rows_and_positions_of_the_batch_stay_when_rows_are_packed",
+    ),
+    Mutation(
         "restarts_of_a_rounded_quotient",
         "optim/learning_rate.py",
         "% span.length / span.length",

@@ -1,8 +1,8 @@
 """Rows of many lengths to array rows of one width and back: an `Arrangement` applied to arrays, on the host.
 
 Before forward_backward where the plan has a token budget. Array rows hold one row each, or with packing several,
-distinguished by `segments` (1.., 0 is padding), each with its own `positions`. A value per row becomes, with
-packing, that value at each of its tokens.
+distinguished by `segments` (1.., 0 is padding), each with `positions` from 0 unless the batch has them. A value per
+row becomes, with packing, that value at each of its tokens.
 """
 
 from __future__ import annotations
@@ -88,7 +88,11 @@ class Packed:
             name: jax.tree.map(lambda leaf: self._leaf(np.asarray(leaf), valid), leaf)
             for name, leaf in batch.items()
         }
-        return {**made, SEGMENTS: self._segment, POSITIONS: positions} if self._packing else made
+        if not self._packing:
+            return made
+        # padding before a row's last token, such as that of a prompt padded on the left, stays padding
+        segments = np.where(made[SEGMENTS] > 0, self._segment, 0)
+        return {POSITIONS: positions, **made, SEGMENTS: segments}
 
     def _leaf(self, leaf: np.ndarray, valid: np.ndarray) -> np.ndarray:
         inside = valid

@@ -70,6 +70,23 @@ def test_a_budget_changes_nothing(mesh, budget, params, batch, whole):
     assert len(got.per_microbatch["cross_entropy"].total) > 1
 
 
+def test_padding_within_rows_and_positions_of_the_batch_stay_when_rows_are_packed(params, batch):
+    """Rows padded on the left, a row whose padding is between its tokens, and positions with gaps."""
+    padded = {name: leaf.copy() for name, leaf in batch.items()}
+    for row in range(3, 9):
+        by = LENGTH - int((batch["segments"][row] > 0).sum())
+        for leaf in padded.values():
+            leaf[row] = np.roll(leaf[row], by)
+    padded["segments"][1, 4:6] = padded["loss_mask"][1, 3:6] = 0
+    positions = np.where(padded["segments"] > 0, 2 * np.arange(LENGTH) // 3, 0)
+    padded["positions"] = positions.astype(np.int32)
+    (value, out), grads = value_and_grad(MODEL, params, padded)
+    plan = jaxfb.BatchPlan(rows=ROWS, max_tokens_per_microbatch=24, sequence_length=LENGTH, packing=True)
+    fb = jaxfb.get_forward_backward_func(jaxfb.make_mesh(devices=jax.devices()[:1]))
+    got = fb(MODEL, params, padded, plan)
+    close((got.loss, got.grads, got.outputs), (value, grads, out.outputs))
+
+
 @pytest.mark.slow
 def test_an_update_under_a_budget_is_the_update(params, batch):
     mesh, optimizer = jaxfb.make_mesh(devices=jax.devices()[:1]), optax.sgd(0.1)
