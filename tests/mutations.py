@@ -2253,6 +2253,13 @@ MUTATIONS = (
         "training/test_signal_phases.py::test_a_signal_saves_after_the_update_in_progress_and_a_second_one_ends_at_once",
     ),
     Mutation(
+        "last_words_wait_for_a_reader",
+        "training/watch.py",
+        "    briefly(write, None, seconds)\n",
+        "    write()\n",
+        "training/test_stuck.py::test_a_second_signal_ends_a_process_whose_output_nobody_reads",
+    ),
+    Mutation(
         "half_built_programs_freed",
         "training/loop.py",
         "            keep_for_good(stopped)\n",
@@ -2272,6 +2279,13 @@ MUTATIONS = (
         "            return self.ending\n",
         "            return math.inf\n",
         "cli/test_supervisor.py::test_a_process_that_hangs_at_its_end_is_not_waited_for_without_limit",
+    ),
+    Mutation(
+        "a_stopped_process_not_reached_by_signals",
+        "cli/supervisor.py",
+        "                child.send_signal(signal.SIGCONT)",
+        "                pass",
+        "cli/test_supervisor.py::test_a_signal_reaches_a_process_that_is_stopped",
     ),
     Mutation(
         "ctrl_c_raised_in_imports",

@@ -20,12 +20,14 @@ from pathlib import Path
 from jaxfb.process.exit_codes import DONE, FAULTY, GAVE_UP, LOST, REFUSED, RESUMABLE, UNWRITTEN
 from jaxfb.process.launcher import Connection
 from jaxfb.process.loopback import free_port
-from jaxfb.process.signals import ENDING, caught_here
+from jaxfb.process.signals import ENDING, HANGUP, caught_here
 
 # after these another start would change nothing
 FINAL = (DONE, REFUSED, UNWRITTEN, RESUMABLE, GAVE_UP, FAULTY)
 STOPPING = 15.0  # seconds that the others get to notice, once one process has ended for good or was lost
 AFTER_A_KILL = 5.0  # the same, where one was killed: the others cannot continue, and have nothing to save
+AFTER_A_SECOND_SIGNAL = 5.0  # the same for all of them; one whose Python does not run cannot end by itself
+ONE_SIGNAL = 1.0  # seconds within which a signal counts once, as for a run
 AFTER_THE_END = 300.0
 """The same, once one is done: the others are at their end too, but may still upload what they logged."""
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0
@@ -60,11 +62,13 @@ class Supervisor:
     def run(self) -> int:
         """Returns the exit code of the job: 0 only if every process of the last start ended with 0.
 
-        SIGTERM, SIGINT and SIGHUP are passed on to every process; the job is then not started again. Where a process
-        was killed the code is 128 and the signal, as a shell has it.
+        SIGTERM, SIGINT and SIGHUP are passed on to every process, which continues where it was stopped; the job is then
+        not started again, and a second one ends it. Where a process was killed the code is 128 and the signal, as a
+        shell has it.
         """
         self._children: list[subprocess.Popen] = []
         self._signalled: int | None = None
+        self._signalled_at, self._insists = math.inf, False  # when first; whether there was a second one
         self._connection = Connection()
         before = {number: signal.signal(number, self._pass_on) for number in caught_here()}
         try:
@@ -132,18 +136,26 @@ class Supervisor:
             now = time.monotonic()
             deadline = min(deadline, now + self._patience([code for code in codes if code is not None]))
             if now > deadline:
-                if not any(codes):
-                    late = ", ".join(str(index) for index, code in enumerate(codes) if code is None)
-                    self.report(
-                        f"jaxfb: [launch] process {late} of {self.processes} has not ended {self.ending:g} s after "
-                        "another, which was done; it is killed"
-                    )
+                self._report_late(codes)
                 break
             time.sleep(0.05)
         return _of_all([LOST if code is None else code for code in codes])
 
+    def _report_late(self, codes: Sequence[int | None]) -> None:
+        """Reports why processes are killed, where no other one of the job has failed."""
+        if self._insists and self._signalled:
+            since = f"{AFTER_A_SECOND_SIGNAL:g} s after a second {_signal_name(self._signalled)}"
+        elif not any(codes):
+            since = f"{self.ending:g} s after another, which was done"
+        else:
+            return
+        late = ", ".join(str(index) for index, code in enumerate(codes) if code is None)
+        self.report(f"jaxfb: [launch] process {late} of {self.processes} has not ended {since}; it is killed")
+
     def _patience(self, codes: Sequence[int]) -> float:
         """Returns the seconds that the others get, at most, where some have ended with these codes."""
+        if self._insists:
+            return AFTER_A_SECOND_SIGNAL
         if not codes:
             return math.inf
         if all(code == DONE for code in codes):
@@ -158,10 +170,13 @@ class Supervisor:
         self._children = []
 
     def _pass_on(self, number: int, frame: object) -> None:
-        self._signalled = number
+        now = time.monotonic()
+        self._insists |= number != HANGUP and now - self._signalled_at > ONE_SIGNAL
+        self._signalled, self._signalled_at = number, min(self._signalled_at, now)
         for child in self._children:
             if child.poll() is None:
                 child.send_signal(number)
+                child.send_signal(signal.SIGCONT)  # one that is stopped would not notice
 
     def _sleep(self, seconds: float) -> None:
         end = time.monotonic() + seconds

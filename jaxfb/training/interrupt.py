@@ -5,11 +5,9 @@ In start-up, where there is nothing to save, a signal ends the run there and the
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +18,7 @@ from jax.experimental import multihost_utils
 from jaxfb.process.exit_codes import RESUMABLE
 from jaxfb.process.signals import ENDING, HANGUP, caught_here
 from jaxfb.training.abort import foreign_handler
-from jaxfb.training.watch import leave
+from jaxfb.training.watch import MOMENT, leave, tell
 
 UNWINDING = 10.0  # seconds in which the main thread may end in an orderly way; it cannot while it compiles
 ONE_SIGNAL = (
@@ -170,11 +168,11 @@ class Interrupt:
 
     def _end_unsaved(self, number: signal.Signals) -> None:
         if self.signal is None:
-            _tell(f"jaxfb: {stopped_early(number.name)}")
+            tell(f"jaxfb: {stopped_early(number.name)}", seconds=MOMENT)
             leave(RESUMABLE)
 
     def _end_now(self, number: signal.Signals) -> None:
-        _tell(f"jaxfb: {number.name} again: ended at once, without saving")
+        tell(f"jaxfb: {number.name} again: ended at once, without saving", seconds=MOMENT)
         leave(128 + number)
 
     def _announce(self) -> None:
@@ -197,12 +195,6 @@ class _Count:
     def is_first(self) -> bool:
         first, self._first = self._first is None, self._first or time.monotonic()
         return first
-
-
-def _tell(text: str) -> None:
-    """Prints to standard error, where that still exists: of a terminal that was closed it does not."""
-    with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
 
 
 def stopped_early(name: str) -> str:

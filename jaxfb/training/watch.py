@@ -217,20 +217,17 @@ class Watch:
         """Lets the native watchdog end the process where a library keeps Python from running; this thread too."""
         with self._arming:
             if self._stuck_after is not None and not self._ended.is_set():
-                faulthandler.dump_traceback_later(self._stuck_after + NATIVE_MARGIN, exit=True, file=STDERR)
+                # not one thread more may be allowed
+                with contextlib.suppress(RuntimeError):
+                    limit = self._stuck_after + NATIVE_MARGIN
+                    faulthandler.dump_traceback_later(limit, exit=True, file=STDERR)
 
     def _end(self) -> None:
         """Ends this process, unless the main thread has noticed and does."""
         if self._main_decides or self._ended.is_set():
             return
-        if self._kind == STUCK:
-            faulthandler.dump_traceback(file=STDERR)
-        with contextlib.suppress(OSError):  # such as a log on a full disk
-            print(
-                f"jaxfb: {self._verdict}; {briefly(self.advice, 'start the run again')}",
-                file=sys.stderr,
-                flush=True,
-            )
+        stacks = _stacks() if self._kind == STUCK else b""
+        tell(f"jaxfb: {self._verdict}; {briefly(self.advice, start_again())}", stacks)
         self.fail(str(self._verdict), self._kind)
         leave(EXIT_CODES[self._kind])
 
@@ -241,10 +238,45 @@ class Watch:
 
 def leave(code: int) -> None:
     """Ends this process now. An orderly end would wait for the others, who will not come."""
+    briefly(_flush, None, MOMENT)
+    os._exit(code)
+
+
+def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or on a full disk
             stream.flush()
-    os._exit(code)
+
+
+def tell(text: str, before: bytes = b"", seconds: float = BRIEFLY) -> None:
+    """Prints a line to standard error while the process ends; nothing where that is closed, or nobody reads it.
+
+    before: what is written before the line. A pipe that is full, since its reader is stopped, takes nothing for ever.
+    """
+
+    def write() -> None:
+        rest = before
+        while rest:
+            rest = rest[os.write(STDERR, rest) :]
+        print(text, file=sys.stderr, flush=True)
+
+    briefly(write, None, seconds)
+
+
+def _stacks() -> bytes:
+    """Returns the stack of every thread, at most what a pipe holds.
+
+    Not written to standard error from there: that happens with Python's lock, so that no thread could end the process
+    where nobody reads.
+    """
+    with contextlib.suppress(OSError):  # such as too many open files
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        faulthandler.dump_traceback(file=writer)
+        os.close(writer)
+        with open(reader, "rb") as file:
+            return file.read()
+    return b""
 
 
 def leave_after_main(code: Callable[[], int]) -> None:
@@ -276,14 +308,18 @@ def briefly(function: Callable[[], Any], otherwise: Any, seconds: float = BRIEFL
             found[0] = function()
 
     thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(seconds)
+    try:
+        thread.start()
+    except RuntimeError:  # no more threads, or none any more while Python ends
+        call()
+    else:
+        thread.join(seconds)
     return found[0]
 
 
 def _ignored() -> contextlib.suppress:
-    """Returns a context that ignores errors of the coordination service and the disk.
+    """Returns a context that ignores errors of the coordination service, the disk and a stream that is closed.
 
     Where the service is gone for good, the runtime ends the process itself.
     """
-    return contextlib.suppress(jax.errors.JaxRuntimeError, OSError)
+    return contextlib.suppress(jax.errors.JaxRuntimeError, OSError, ValueError)

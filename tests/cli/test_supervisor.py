@@ -221,6 +221,44 @@ def test_a_process_that_cannot_be_started_leaves_no_other_running(monkeypatch):
     assert said[0] == "jaxfb: [launch] process 1 of 2 could not be started: Resource temporarily unavailable"
 
 
+def signalled(line, *numbers):
+    """The code and sentences of a job that is sent signals; its process writes its id to the file $1 before."""
+    said, ended = [], threading.Event()
+    (reader, writer), own = os.pipe(), os.getpid()
+
+    def send():
+        child = int(os.read(reader, 100))
+        for number in numbers:
+            time.sleep(0.3)
+            os.kill(own, number)
+        if not ended.wait(30):
+            os.kill(child, signal.SIGKILL)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    try:
+        script = ["sh", "-c", line, "sh", f"/proc/{own}/fd/{writer}"]
+        return Supervisor(lambda *_: (script, {}), report=said.append).run(), said
+    finally:
+        ended.set()
+        thread.join()
+        os.close(reader), os.close(writer)
+
+
+def test_a_signal_reaches_a_process_that_is_stopped():
+    """The launcher waited for it for ever, after a second signal too."""
+    assert signalled("trap 'exit 75' TERM; echo $$ > $1; kill -STOP $$", signal.SIGTERM) == (75, [])
+
+
+def test_a_process_that_no_signal_ends_is_killed_after_the_second(monkeypatch):
+    """The launcher waited for it for ever, as where a library keeps Python from running."""
+    for name in ("ONE_SIGNAL", "AFTER_A_SECOND_SIGNAL"):
+        monkeypatch.setattr(f"jaxfb.cli.supervisor.{name}", 0.1)
+    code, said = signalled("trap '' TERM; echo $$ > $1; exec sleep 60", signal.SIGTERM, signal.SIGTERM)
+    late = "process 0 of 1 has not ended 0.1 s after a second SIGTERM; it is killed"
+    assert (code, said) == (76, [f"jaxfb: [launch] {late}"])
+
+
 def test_a_restart_resumes_and_does_not_begin_afresh():
     command = job_command(["train", "config.yaml", "--fresh"], python="python")
     first, environment = command(1, 2, "127.0.0.1:1234", False)

@@ -147,3 +147,55 @@ def test_a_program_of_several_processes_ends_with_the_exit_code_of_what_has_ende
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == code, done.stderr
     assert ("LostProcess: process 1 of 2 is lost; start the run again" in done.stderr) == (code == 76)
+
+
+NOBODY_READS = """
+import os, sys, threading, time
+from jaxfb.config.operation import HostsConfig
+from jaxfb.process.position import here
+from jaxfb.training import interrupt, watch
+from jaxfb.training.hosts import Hosts
+from jaxfb.training.interrupt import Interrupt
+watch.GRACE, watch.BRIEFLY, watch.MOMENT, interrupt.ONE_SIGNAL = 0.2, 0.2, 0.2, 0.05
+
+def fill():
+    here.enter("logging", 7)
+    print("ready", flush=True)
+    while True:
+        print("a line", file=sys.stderr, flush=True)  # short ones, so that there is no place for other short ones
+
+with Interrupt() as caught, Hosts(HostsConfig(stuck_after=float(sys.argv[1]))):
+    caught.begun = True
+    fill()
+"""
+
+
+def with_a_full_pipe(stuck_after):
+    """A process that waits for somebody to read its standard error."""
+    command = [sys.executable, "-c", NOBODY_READS, str(stuck_after)]
+    pipes = {name: subprocess.PIPE for name in ("stdout", "stderr")}
+    job = subprocess.Popen(command, cwd=ROOT, text=True, **pipes)
+    assert job.stdout.readline() == "ready\n"
+    return job
+
+
+def ended(job):
+    """Its exit code."""
+    try:
+        return job.wait(timeout=60)
+    finally:
+        job.kill()
+        job.stdout.close(), job.stderr.close()
+
+
+def test_a_process_whose_output_nobody_reads_ends_when_it_is_stuck():
+    """The watch waited for the same reader, with Python's lock: not even a signal ended the process then."""
+    assert ended(with_a_full_pipe(1.0)) == 76
+
+
+def test_a_second_signal_ends_a_process_whose_output_nobody_reads():
+    job = with_a_full_pipe(1000.0)
+    job.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    job.send_signal(signal.SIGTERM)
+    assert ended(job) == 128 + signal.SIGTERM
