@@ -2288,6 +2288,27 @@ MUTATIONS = (
         "cli/test_supervisor.py::test_a_signal_reaches_a_process_that_is_stopped",
     ),
     Mutation(
+        "runs_outlive_a_killed_chaos",
+        "chaos/runs.py",
+        '"pass_fds": connection.passed}',
+        '"pass_fds": ()}',
+        "chaos/test_chaos.py::test_no_run_is_left_where_the_command_that_started_it_ends",
+    ),
+    Mutation(
+        "threads_after_the_command_waited_for",
+        "process/last_threads.py",
+        "            os._exit(code)\n",
+        "            pass\n",
+        "process/test_last_threads.py::test_threads_that_do_not_end_are_named_and_then_left",
+    ),
+    Mutation(
+        "the_end_of_writers_is_no_place",
+        "training/log.py",
+        '            here.enter("closing")\n',
+        "",
+        "training/test_stuck.py::test_the_place_in_hooks_and_in_the_end_of_writers_is_known",
+    ),
+    Mutation(
         "ctrl_c_raised_in_imports",
         "process/signals.py",
         "if not _is_importing(frame):",

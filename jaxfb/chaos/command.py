@@ -11,6 +11,7 @@ from pathlib import Path
 from jaxfb.chaos import trials
 from jaxfb.chaos.runs import Laboratory, last_sums
 from jaxfb.chaos.trials import Outcome, Trial
+from jaxfb.process.signals import terminated_like_ctrl_c
 from jaxfb.refusal import Refused
 
 
@@ -60,7 +61,7 @@ def main(kills: int, flips: int, faults: bool, overrides: tuple[str, ...] = (), 
     """Runs all trials but the first `skip` kills in a directory that is removed; returns 0 if nothing was wrong."""
     import jax
 
-    with tempfile.TemporaryDirectory() as directory:
+    with terminated_like_ctrl_c(), tempfile.TemporaryDirectory() as directory:
         laboratory = Laboratory(Path(directory), overrides)
         wanted = list(chosen(kills, flips, faults, jax.device_count(), skip))
         if wanted:

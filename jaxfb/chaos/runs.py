@@ -12,10 +12,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from jaxfb.chaos.jobs import TRAIN, Job
 from jaxfb.process.exit_codes import REFUSED
 from jaxfb.process.fault_points import VARIABLE
+from jaxfb.process.launcher import Connection
 from jaxfb.process.loopback import free_port
 from jaxfb.refusal import Refused
 
@@ -128,23 +130,32 @@ def finished(
     """Runs the processes of a job to their ends; returns their exit codes.
 
     As soon as one of them was killed the others have AFTER_A_KILL seconds left, since one that waits for a process that
-    never came waits longer than a trial should.
+    never came waits longer than a trial should. None is left running where this one is interrupted, or killed.
     """
     with ExitStack() as stack:
         files = [stack.enter_context(log.open("w")) for log in logs]
-        children = [
-            subprocess.Popen(command, env=environment, stdout=file, stderr=file)
-            for command, environment, file in zip(commands, environments, files, strict=True)
-        ]
+        connection = Connection()
+        stack.callback(connection.close)
+        children = []
+        stack.callback(_kill, children)
+        for command, environment, file in zip(commands, environments, files, strict=True):
+            environment = {**environment, **connection.environment}
+            how: dict[str, Any] = {"stdout": file, "stderr": file, "pass_fds": connection.passed}
+            children.append(subprocess.Popen(command, env=environment, **how))
         deadline, shortened = time.monotonic() + limit, False
         while None in (codes := [child.poll() for child in children]):
             if not shortened and any(code is not None and code < 0 for code in codes):
                 deadline, shortened = time.monotonic() + AFTER_A_KILL, True
             if time.monotonic() > deadline:
-                for child in children:
-                    child.kill()
+                _kill(children)
             time.sleep(0.05)
     return tuple(child.wait() for child in children)
+
+
+def _kill(children: Sequence[subprocess.Popen]) -> None:
+    for child in children:
+        child.kill()  # nothing, where it has ended
+        child.wait()
 
 
 def differences(one: Path, other: Path) -> list[str]:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from jaxfb.process.signals import terminated_like_ctrl_c
 from jaxfb.refusal import Refused
 
 CHILDREN = {"performance", "loop_of_accelerate", "loop_of_jaxfb", "torch_pipelining"}
@@ -63,7 +64,8 @@ def run(name: str | None, arguments: list[str]) -> int:
     if arguments and (text := _without_parser(name, script.read_text(), arguments)) is not None:
         print(text)
         return 0
-    return subprocess.run([sys.executable, str(script), *arguments]).returncode
+    with terminated_like_ctrl_c():  # which ends the script as well
+        return subprocess.run([sys.executable, str(script), *arguments]).returncode
 
 
 def _without_parser(name: str, source: str, arguments: list[str]) -> str | None:

@@ -29,6 +29,7 @@ from jaxfb.cli.keys import as_typed
 from jaxfb.cli.memory import lacks_memory
 from jaxfb.cli.options import POST_TRAINING, parse
 from jaxfb.process.exit_codes import DONE, FAILED, REFUSED, RESUMABLE, UNWRITTEN, code_of
+from jaxfb.process.last_threads import name_last_threads
 from jaxfb.process.os_errors import chain, lacks_files
 from jaxfb.process.streams import WhileTaken, open_closed
 from jaxfb.refusal import Refused
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         open_closed()
         _print_what_can_be_printed()
         sys.stderr = WhileTaken(sys.stderr, report=False)  # a sentence that is lost changes no exit code
-    options = None
+    options, code = None, FAILED
     first, *older = gc.get_threshold()
     gc.set_threshold(max(first, COLLECT_AFTER), *older)
     was_interrupted = False
@@ -59,6 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options is None:
             raise
         code = _ended_by(error, options)
+    finally:
+        if arguments is None:
+            name_last_threads(code, getattr(options, "stuck_after", None))
     # a call from Python, which passes arguments, goes on after this one
     may_wait_for_threads = arguments is None and (code == UNWRITTEN or was_interrupted)
     if may_wait_for_threads or (code not in (DONE, RESUMABLE) and _among_several()):

@@ -31,6 +31,7 @@ def train(options) -> int:
     _check_open_files()
     with redirect_stdout(WhileTaken(sys.stdout)), _starting(), _configured(options) as config:
         end_with_launcher()
+        options.stuck_after = config.hosts.stuck_after
         code = _ended(config, options)
         if options.smoke:
             worked = {DONE: "worked", RESUMABLE: "was stopped"}.get(code, "did not end as it should")

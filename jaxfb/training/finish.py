@@ -8,6 +8,7 @@ from typing import Any
 from jaxfb.callbacks import Callback
 from jaxfb.checkpoint.cannot_write import CannotWrite
 from jaxfb.process.os_errors import FULL
+from jaxfb.process.position import here
 from jaxfb.training.continuing import again, left, saved
 from jaxfb.training.hosts import Hosts
 from jaxfb.training.interrupt import Interrupt
@@ -31,9 +32,11 @@ def finish(hosts: Hosts, run_: Run, hooks: Callback, interrupt: Interrupt, began
         hosts.say(f"{why}: {left(run_)}")
         status = "interrupted" if interrupt.signal else "stopped"
         return Result(status, path, run_.done, run_.metrics)
+    here.enter("the end")
     prepared = run_.work.prepare_end()
     summary = hosts.first(lambda: _written(run_, prepared, began))
     run_.remove_local()
+    here.enter("callbacks")
     hooks.on_train_end(run_.done, run_.metrics)
     hosts.say(str(run_.goodput))
     if hosts.is_first:

@@ -12,6 +12,7 @@ from jaxfb.config import config_to_dict
 from jaxfb.display import Progress
 from jaxfb.metrics import Throughput, arrays, make_writers, scalars
 from jaxfb.process.os_errors import FULL
+from jaxfb.process.position import here
 from jaxfb.training.phases import PHASES
 from jaxfb.training.session import Run
 from jaxfb.update.train_state import StepMetrics
@@ -47,7 +48,8 @@ class Log(Callback):
 
     def __exit__(self, *error) -> None:
         self._progress.__exit__(*error)
-        with self._noticing():
+        with self._noticing(), here.alone():
+            here.enter("closing")
             self._writer.close()
 
     def on_step_end(self, step: int, metrics: Mapping[str, Any]) -> None:

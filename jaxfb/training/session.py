@@ -306,6 +306,7 @@ class Run(AbstractContextManager["Run"]):
     def __exit__(self, *error) -> None:
         with self.ending:
             self.work.close()
+            here.enter("saving")
             if self._local is not None:
                 self._local.wait()
             if self._opened is not None:

@@ -22,6 +22,8 @@ WORDS = {
     "evaluation": "in the evaluation",
     "saving": "saving the state",
     "logging": "logging and in the callbacks",
+    "the end": "writing the last files",
+    "closing": "closing the writers of log.writers",
 }
 
 

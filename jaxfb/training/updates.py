@@ -225,13 +225,16 @@ class Updates:
         self._guard.undo_spike(step, record)
 
     def _evaluate(self) -> None:
-        self._hooks.on_eval(self._run.done, self._or_save_first(self._run.evaluate))
+        found = self._or_save_first(self._run.evaluate)
+        here.enter("callbacks")
+        self._hooks.on_eval(self._run.done, found)
 
     def _save(self) -> None:
         if self._hosts.count > 1 and not self._run.is_saved:
             # each process writes a part of the arrays; parts of copies that differ are of no one state
             self._guard.check_copies()
         if self._run.save():
+            here.enter("callbacks")
             self._hooks.on_save(self._run.done, self._run.directory.checkpoints / str(self._run.done))
 
 

@@ -1,5 +1,7 @@
 """`jaxfb bench NAME --help` runs nothing, and a benchmark without options refuses arguments."""
 
+import os
+import signal
 import subprocess
 from types import SimpleNamespace
 
@@ -7,6 +9,7 @@ import pytest
 
 from jaxfb.cli import bench
 from jaxfb.cli.commands import main
+from jaxfb.process.signals import Terminated
 
 
 @pytest.fixture
@@ -56,3 +59,10 @@ def test_arguments_are_passed_on_where_they_are_read(started):
     assert main(["bench", "context_by_width", "4096:1"]) == 0
     assert main(["bench", "accumulation", "--hidden", "64"]) == 0
     assert [command[2:] for command in started] == [["4096:1"], ["--hidden", "64"]]
+
+
+def test_sigterm_ends_the_script_as_well(monkeypatch):
+    """It ran on without the command that had started it."""
+    monkeypatch.setattr(subprocess, "run", lambda command: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(Terminated):
+        bench.run(next(iter(bench.names())), [])

@@ -2,7 +2,10 @@
 
 import json
 import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -102,6 +105,52 @@ def test_once_a_process_was_killed_the_others_get_a_while_and_no_more(tmp_path, 
     logs = [tmp_path / "0", tmp_path / "1"]
     assert runs.finished([waits, dies], [os.environ, os.environ], logs, 600.0) == (-9, -9)
     assert runs.finished([dies[:2] + ["pass"]], [os.environ], logs[:1], 600.0) == (0,)
+
+
+FINISHED = """
+import os, sys
+from pathlib import Path
+from jaxfb.chaos import runs
+from jaxfb.process.signals import terminated_like_ctrl_c
+with terminated_like_ctrl_c():
+    runs.finished([[sys.executable, "-c", sys.argv[1], *sys.argv[2:]]], [os.environ], [Path(sys.argv[3])], 600.0)
+"""
+FOLLOWS = """
+import os, signal, sys, time
+from jaxfb.process.launcher import end_with_launcher
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+end_with_launcher()
+open(sys.argv[1], "w").close()
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_no_run_is_left_where_the_command_that_started_it_ends(tmp_path, number):
+    """It trained on in a directory that was removed."""
+    os.mkfifo(tmp_path / "alive")
+    line = [sys.executable, "-c", FINISHED, FOLLOWS, str(tmp_path / "alive"), str(tmp_path / "log")]
+    command = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    (tmp_path / "alive").read_text()  # the child has begun
+    command.send_signal(number)
+    command.communicate(timeout=60)
+    deadline = time.monotonic() + 20
+    while _lives_with(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _lives_with(tmp_path)
+
+
+def _lives_with(argument):
+    """Whether a process has the argument in its command line."""
+    lines = (path / "cmdline" for path in Path("/proc").iterdir() if path.name.isdecimal())
+    return any(str(argument).encode() in _bytes(line) for line in lines)
+
+
+def _bytes(path):
+    try:
+        return path.read_bytes()
+    except OSError:  # it has ended
+        return b""
 
 
 def test_every_point_is_reached_somewhere_in_the_code():

@@ -4,9 +4,16 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
+import numpy as np
+import optax
 import pytest
 from processes import ROOT
+
+import jaxfb
+from jaxfb.process.position import here
+from jaxfb.training.signs import WORDS
 
 SCRIPT = """
 import ctypes, sys, time
@@ -199,3 +206,32 @@ def test_a_second_signal_ends_a_process_whose_output_nobody_reads():
     time.sleep(0.5)
     job.send_signal(signal.SIGTERM)
     assert ended(job) == 128 + signal.SIGTERM
+
+
+def test_the_place_in_hooks_and_in_the_end_of_writers_is_known(tmp_path, monkeypatch):
+    """They were "between two phases" for the watch, which names the place."""
+    seen = {}
+
+    def note(name):
+        return lambda *_: seen.update({name: here.phase})
+
+    writer = SimpleNamespace(write=note("write"), close=note("close"))
+    monkeypatch.setitem(sys.modules, "noting", SimpleNamespace(make=lambda *_: writer))
+    hooks = {name: note(name) for name in ("on_train_start", "on_eval", "on_save", "on_train_end")}
+    jaxfb.Trainer(
+        model=lambda params, rows, rng: jaxfb.Sum((rows["x"] * params["w"]).sum(), rows["x"].size),
+        params={"w": np.ones(3, np.float32)},
+        data={"x": np.ones((4, 3), np.float32)},
+        optimizer=optax.sgd(0.1),
+        evaluate=lambda params: {"loss": 1.0},
+        callbacks=[jaxfb.callback(**hooks)],
+        dir=tmp_path,
+        rows=4,
+        rows_per_microbatch=4,
+        updates=2,
+        mesh={"data": 1},
+        log={"writers": ["noting:make"]},
+    ).train()
+    places = {name: WORDS[place] for name, place in seen.items()}
+    assert places.pop("close") == "closing the writers of log.writers"
+    assert set(places) == {*hooks, "write"} and all("callbacks" in place for place in places.values())
