@@ -29,7 +29,8 @@ def plan(
     Returns the exit code, `FAILED` where it does not fit.
     """
     config = laid_out(config, topology)
-    verdict = plan_of(config, topology, compiles=compiles, say=say)
+    with terminated_like_ctrl_c():  # which ends the process that compiles, and removes its files
+        verdict = plan_of(config, topology, compiles=compiles, say=say)
     print(json.dumps(verdict.to_dict(), indent=1) if as_json else page(name, verdict))
     if verdict.fits is not False:
         return DONE

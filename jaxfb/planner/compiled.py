@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -136,13 +137,17 @@ def _run_child(request: dict, topology: Topology, directory: Path, say: Callable
                     reported = time.monotonic() - began
                     say(f"compiling for {topology.text}: {reported:.0f} s")
         finally:
-            if child.poll() is None:
-                child.kill()
+            child.kill()  # nothing, where it has ended
+            child.wait()
     if result_file.exists():
         return json.loads(result_file.read_text())
+    if child.returncode == -signal.SIGKILL:
+        raise Refused(
+            "[plan] the process that compiles was killed (SIGKILL), as where memory runs out; free some, or add "
+            "--no-compile for a formula's estimate"
+        )
     last = "\n".join(log.read_text().splitlines()[-15:])
-    killed = " (killed: the compiler itself ran out of memory?)" if child.returncode == -9 else ""
-    raise RuntimeError(f"the compiler ended with code {child.returncode}{killed}:\n{last}")
+    raise RuntimeError(f"the compiler ended with code {child.returncode}:\n{last}")
 
 
 def seconds_between_reports() -> int:

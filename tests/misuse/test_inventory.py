@@ -37,7 +37,8 @@ NOT_DATA = {
         chaos/command.py::_check_reference chaos/runs.py::Laboratory.reference
         config/load.py::load_config config/reference.py::reference
         config/starter.py::_make_directory
-        planner/compiled.py::_mesh planner/search.py::_no_layout planner/search.py::search
+        planner/compiled.py::_mesh planner/compiled.py::_run_child
+        planner/search.py::_no_layout planner/search.py::search
         planner/topology.py::parse_topology planner/tpu.py::devices process/fault_points.py::_place
         schedules/command.py::_check_costs schedules/command.py::_required
     """,

@@ -1,5 +1,8 @@
 """The process that compiles drops the options that a step drops where it is too large, and tells that it did."""
 
+import os
+import signal
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -7,11 +10,12 @@ import jax
 import pytest
 
 from jaxfb.config import load_config
-from jaxfb.planner import compiled, parse_topology, tpu
+from jaxfb.planner import command, compiled, parse_topology, tpu
 from jaxfb.planner.compiled import Compiled
 from jaxfb.planner.text import page
 from jaxfb.planner.verdict import estimated
 from jaxfb.platforms import compiler
+from jaxfb.process.signals import Terminated
 
 ONCE = tuple(compiler.table_for("TPU v5 lite").items())
 ANSWER = Compiled(1, 2, 0, 4, 0.1, 0.2, 5.0, 7.0, 8.0, 5.0, [])
@@ -80,3 +84,19 @@ def test_the_process_that_compiles_has_the_flags_of_its_platform(topology, flags
     assert environment.get("XLA_FLAGS") == flags and "JAX_ENABLE_X64" not in environment
     assert environment["JAX_PLATFORMS"] == "cpu"
     assert flags is not None or tpu.ENVIRONMENT.items() <= environment.items()
+
+
+def test_a_compiler_that_is_killed_is_a_sentence(tmp_path, monkeypatch):
+    """It was a traceback, though the lack of memory is what most often kills it."""
+    (tmp_path / "python").write_text("#!/bin/sh\nkill -9 $$\n")
+    (tmp_path / "python").chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(ValueError, match=r"\[plan\] the process that compiles was killed .* --no-compile"):
+        compiled.compile_for(load_config("quickstart"), parse_topology("cpu:1"))
+
+
+def test_sigterm_ends_a_plan_as_ctrl_c_does(monkeypatch):
+    """The files of the process that compiles were left, and a process that was stopped."""
+    monkeypatch.setattr(command, "plan_of", lambda *_, **how: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(Terminated):
+        command.plan("quickstart", load_config("quickstart"), parse_topology("cpu:1"), True, False)
