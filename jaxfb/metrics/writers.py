@@ -16,7 +16,7 @@ import json
 import logging
 import math
 import os
-import socket
+import platform
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, MutableSequence
@@ -128,7 +128,7 @@ class TensorBoardWriter:
 
     def __init__(self, directory: str | Path, resume: int | None = None):
         self._library = _extra("tensorboard")
-        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+        name = f"events.out.tfevents.{int(time.time())}.{platform.node()}.{os.getpid()}"
         self._path = Path(directory) / name
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._library.RecordWriter(str(self._path))

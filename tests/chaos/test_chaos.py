@@ -108,10 +108,11 @@ def test_once_a_process_was_killed_the_others_get_a_while_and_no_more(tmp_path, 
 
 
 FINISHED = """
-import os, sys
+import os, signal, sys
 from pathlib import Path
 from jaxfb.chaos import runs
 from jaxfb.process.signals import terminated_like_ctrl_c
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
 with terminated_like_ctrl_c():
     runs.finished([[sys.executable, "-c", sys.argv[1], *sys.argv[2:]]], [os.environ], [Path(sys.argv[3])], 600.0)
 """

@@ -451,6 +451,7 @@ class OfAnotherSource:
 
 
 def test_rows_that_do_not_take_their_position_back_are_refused_in_a_sentence():
-    saved = own_rows(OfAnotherSource(), 0).position(0)
+    source, another = OfAnotherSource(), OfAnotherSource()  # both alive: their addresses differ
+    saved = own_rows(source, 0).position(0)
     with pytest.raises(ValueError, match=r"do not take back the position.*another source.*__repr__"):
-        own_rows(OfAnotherSource(), 0).restore(saved)
+        own_rows(another, 0).restore(saved)

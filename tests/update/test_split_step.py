@@ -453,6 +453,7 @@ def test_changed_gradients_of_another_form_are_refused(change, match):
 
 
 @pytest.mark.slow
-def test_the_page_runs():
+def test_the_page_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # it saves into runs/
     text = (Path(__file__).parents[2] / "docs" / "split_step.md").read_text()
     exec("\n".join(re.findall(r"```python\n(.*?)```", text, flags=re.S)), {})
