@@ -3164,10 +3164,10 @@ MUTATIONS = (
     ),
     Mutation(
         "an_export_keeps_the_ends_of_the_model_it_began_with",
-        "training/exported_chat.py",
+        "training/exported_tokenizer.py",
         "values = {**read_json(target / _GENERATION), **_one_or_all(chat.stop_tokens)}",
         "values = {**_one_or_all(chat.stop_tokens), **read_json(target / _GENERATION)}",
-        "training/test_exported_chat.py::test_the_template_of_a_run_is_written",
+        "training/test_exported_tokenizer.py::test_the_template_of_a_run_is_written",
     ),
     Mutation(
         "a_batch_of_the_host_is_not_copied",

@@ -31,7 +31,7 @@ def train(options) -> int:
     _check_open_files()
     with redirect_stdout(WhileTaken(sys.stdout)), _starting(), _configured(options) as config:
         end_with_launcher()
-        options.stuck_after = config.hosts.stuck_after
+        options.stuck_after = config.hosts.stuck_after  # holds for threads too that outlive the command
         code = _ended(config, options)
         if options.smoke:
             worked = {DONE: "worked", RESUMABLE: "was stopped"}.get(code, "did not end as it should")

@@ -24,7 +24,16 @@ from jaxfb.process.whole_file import write_whole
 from jaxfb.refusal import Refused, shown
 
 Message = Mapping[str, str]
-BUILT_IN = ("chatml", "plain", "none")
+_SOURCES = {
+    "chatml": "{%- for m in messages %}{{- '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' }}"
+    "{{- (end if m['role'] == 'assistant' else '') + '\\n' }}{%- endfor %}"
+    "{{- '<|im_start|>assistant\\n' if add_generation_prompt else '' }}",
+    "plain": "{%- for m in messages %}{{- m['role'] | capitalize + ': ' + m['content'] }}"
+    "{{- end if m['role'] == 'assistant' else '\\n\\n' }}{%- endfor %}"
+    "{{- 'Assistant: ' if add_generation_prompt else '' }}",
+    "none": "{%- for m in messages %}{{- m['content'] + (end if m['role'] == 'assistant' else '') }}{%- endfor %}",
+}
+BUILT_IN = tuple(_SOURCES)
 FILE = "chat.json"
 # One of these that a conversation does not contain is put into names of special tokens that a message contains.
 _MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
@@ -279,17 +288,6 @@ def saved_chat(directory: str | Path, tokenizer: Tokenizer) -> Chat | None:
 
 
 _VARIABLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-
-
-_SOURCES = {
-    "chatml": "{%- for m in messages %}{{- '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' }}"
-    "{{- (end if m['role'] == 'assistant' else '') + '\\n' }}{%- endfor %}"
-    "{{- '<|im_start|>assistant\\n' if add_generation_prompt else '' }}",
-    "plain": "{%- for m in messages %}{{- m['role'] | capitalize + ': ' + m['content'] }}"
-    "{{- end if m['role'] == 'assistant' else '\\n\\n' }}{%- endfor %}"
-    "{{- 'Assistant: ' if add_generation_prompt else '' }}",
-    "none": "{%- for m in messages %}{{- m['content'] + (end if m['role'] == 'assistant' else '') }}{%- endfor %}",
-}
 
 
 def _unused(messages: Sequence[Message]) -> str:

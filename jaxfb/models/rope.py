@@ -74,7 +74,7 @@ def _kept_by_yarn(head_size: int, theta: float, scaling: RopeScaling) -> np.ndar
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, head_size - 1)
-    # below zero where the original length is shorter than a turn: as in transformers, all frequencies then stay
+    # negative where the original length is below 2 pi beta_slow: all frequencies then stay, as in transformers
     ramp = (np.arange(head_size // 2) - first) / ((last - first) or 0.001)
     return 1 - np.clip(ramp, 0, 1)
 

@@ -31,7 +31,7 @@ from jaxfb.pretrained.repository import open_repository, read_json
 from jaxfb.pretrained.tensor_files import NAMES
 from jaxfb.refusal import Refused, choice
 from jaxfb.trainable import name_of
-from jaxfb.training.exported_chat import add_texts, ids_of_tokens
+from jaxfb.training.exported_tokenizer import add_tokenizer, token_ids
 from jaxfb.training.from_config.sizes import abstract_params, config_with_model
 from jaxfb.training.parameters import carried_of, weights_of
 from jaxfb.training.run_dir import RunDirectory
@@ -96,7 +96,7 @@ def export_run(
         written = _export_files(files, Path(directory), dtype)
     else:
         written = _export_checkpoint(source, config, Path(directory), dtype)
-    return written + add_texts(source, Path(directory))
+    return written + add_tokenizer(source, Path(directory))
 
 
 def _export_files(source: Path, target: Path, dtype: str | None) -> list[Path]:
@@ -222,7 +222,7 @@ def _described(source: Path, config: Any, origin: Path | None) -> tuple[Transfor
     """Returns the sizes of the run's model and a config.json of it."""
     model = config_with_model(config).model
     if origin is not None:
-        values = read_json(origin / "config.json") | ids_of_tokens(source, is_own=False)
+        values = read_json(origin / "config.json") | token_ids(source, is_own=False)
         return replace(sizes_of(values), mtp_depth=getattr(model, "mtp_depth", 0)), values
     if isinstance(model, OwnModelConfig):
         raise Refused(
@@ -232,7 +232,7 @@ def _described(source: Path, config: Any, origin: Path | None) -> tuple[Transfor
     # the rows of the saved embedding, since a config may leave the vocabulary to the tokenizer
     shapes = CheckpointStore(source / "checkpoints", keep_best=None).shapes()
     sizes = model.sized(shapes["params.embed.embedding"][0])
-    return sizes, describe(sizes) | ids_of_tokens(source, is_own=True)
+    return sizes, describe(sizes) | token_ids(source, is_own=True)
 
 
 def _config(target: Path) -> dict[str, Any]:

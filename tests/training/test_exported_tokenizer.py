@@ -6,7 +6,7 @@ import pytest
 
 from jaxfb.data.chat import make_chat, read_chat
 from jaxfb.data.tokenizer import load_tokenizer
-from jaxfb.training.exported_chat import add_texts, ids_of_tokens
+from jaxfb.training.exported_tokenizer import add_tokenizer, token_ids
 
 MESSAGES = [{"role": role, "content": f"a {role}"} for role in ("system", "user", "assistant", "user")]
 
@@ -28,9 +28,9 @@ def run(tmp_path):
 
 
 def test_a_model_of_the_runs_own_has_its_tokenizers_ends(run):
-    assert ids_of_tokens(run, is_own=True) == {"bos_token_id": 2, "eos_token_id": 3}
-    assert ids_of_tokens(run, is_own=False) == {}  # those of the files that it began with stay
-    assert [path.name for path in add_texts(run, run.parent / "out")] == ["tokenizer.json"]
+    assert token_ids(run, is_own=True) == {"bos_token_id": 2, "eos_token_id": 3}
+    assert token_ids(run, is_own=False) == {}  # those of the files that it began with stay
+    assert [path.name for path in add_tokenizer(run, run.parent / "out")] == ["tokenizer.json"]
 
 
 @pytest.mark.parametrize("template", ["chatml", "plain", "none", "{{ messages[0]['content'] }}</s>"])
@@ -39,17 +39,28 @@ def test_the_template_of_a_run_is_written(run, template):
     chat.save(run)
     out = run.parent / "out"
     (out / "generation_config.json").write_text('{"eos_token_id": [1], "temperature": 0.5}')
-    written = add_texts(run, out)
+    written = add_tokenizer(run, out)
     assert [path.name for path in written] == ["tokenizer.json", "chat_template.jinja"]
     again = read_chat(out, load_tokenizer(out))
     for opening in (False, True):
         assert again.render(MESSAGES, opening) == chat.render(MESSAGES, opening)
     assert again.stop_tokens == chat.stop_tokens == (3,)
-    assert ids_of_tokens(run, is_own=False) == {"eos_token_id": 3}
+    assert token_ids(run, is_own=False) == {"eos_token_id": 3}
     found = json.loads((out / "generation_config.json").read_text())
     assert found == {"eos_token_id": 3, "temperature": 0.5}
 
 
+def test_files_with_the_same_template_keep_their_further_ones(run):
+    make_chat(load_tokenizer(run), "{{ messages[0]['content'] }}</s>").save(run)
+    (run.parent / "out" / "tokenizer.json").write_bytes((run / "tokenizer.json").read_bytes())
+    named = [
+        {"name": "default", "template": "{{ messages[0]['content'] }}</s>"},
+        {"name": "tools", "template": ""},
+    ]
+    (run.parent / "out" / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert add_tokenizer(run, run.parent / "out") == []
+
+
 def test_several_ends_are_a_list(run):
     make_chat(load_tokenizer(run), "plain", ["b", "</s>"]).save(run)
-    assert ids_of_tokens(run, is_own=True) == {"bos_token_id": 2, "eos_token_id": [1, 3]}
+    assert token_ids(run, is_own=True) == {"bos_token_id": 2, "eos_token_id": [1, 3]}

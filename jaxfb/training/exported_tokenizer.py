@@ -1,4 +1,4 @@
-"""Writes what a run knows of texts beside its exported weights: tokenizer, chat template, tokens that end a text."""
+"""Writes a run's tokenizer, its chat template and the tokens that end its texts beside its exported weights."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from jaxfb.pretrained.repository import read_json
 _GENERATION = "generation_config.json"
 
 
-def ids_of_tokens(source: Path, is_own: bool) -> dict[str, Any]:
+def token_ids(source: Path, is_own: bool) -> dict[str, Any]:
     """Returns the keys of config.json for the tokens that begin and end a text.
 
-    source: the run. is_own: its model began with no files, whose keys would otherwise stay.
+    They replace keys of the same names; {} where those stay.
+
+    source: the run. is_own: whether its model was trained from scratch, so that no files name these tokens.
     """
     if not (source / "tokenizer.json").is_file():
         return {}
@@ -31,23 +33,27 @@ def ids_of_tokens(source: Path, is_own: bool) -> dict[str, Any]:
     return {"bos_token_id": tokenizer.start_id, "eos_token_id": tokenizer.eos_id}
 
 
-def add_texts(source: Path, target: Path) -> list[Path]:
-    """Writes the run's tokenizer, unless one is there, and its chat template; returns the new files."""
+def add_tokenizer(source: Path, target: Path) -> list[Path]:
+    """Writes the run's tokenizer and its chat template, where the target has not the same; returns the new files.
+
+    Files of the model that the run began with may contain further templates, which stay.
+    """
     written, own = [], source / "tokenizer.json"
     if not (target / "tokenizer.json").exists() and _is_library_tokenizer(own):
         written.append(Path(shutil.copyfile(own, target / "tokenizer.json")))
     if (chat := _chat_of(source)) is None or not (target / "tokenizer.json").exists():
         return written
-    template = target / "chat_template.jinja"
-    template.write_text(chat.jinja, encoding="utf-8")
+    if (given := read_chat(target, chat.tokenizer)) is None or given.template != chat.jinja:
+        written.append(target / "chat_template.jinja")
+        written[-1].write_text(chat.jinja, encoding="utf-8")
     if (target / _GENERATION).is_file():  # transformers reads it in place of config.json
         values = {**read_json(target / _GENERATION), **_one_or_all(chat.stop_tokens)}
         (target / _GENERATION).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    return [*written, template]
+    return written
 
 
 def _chat_of(source: Path) -> Chat | None:
-    """Returns the chat that the run was trained with; that of the model that it began with is among its files."""
+    """Returns the chat that the run was trained with, None if it learned no conversations."""
     has_both = (source / FILE).is_file() and (source / "tokenizer.json").is_file()
     return read_chat(source, load_tokenizer(source / "tokenizer.json")) if has_both else None
 
