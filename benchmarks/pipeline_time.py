@@ -26,10 +26,10 @@ from report import interleaved, ratio, write
 
 import jaxfb
 from jaxfb.forward_backward import Microbatches
-from jaxfb.forward_backward.layer_passes import Layers, StageInputs
+from jaxfb.forward_backward.layers.layer_passes import Layers, StageInputs
+from jaxfb.forward_backward.layers.slot import Slot
+from jaxfb.forward_backward.layers.stage import Stage, Target
 from jaxfb.forward_backward.sequential import layer_output, outer_params
-from jaxfb.forward_backward.slot import Slot
-from jaxfb.forward_backward.stage import Stage, Target
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params, transformer
 

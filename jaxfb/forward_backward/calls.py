@@ -11,11 +11,11 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxfb.forward_backward.loss_function.padding import check_padding
 from jaxfb.forward_backward.microbatches import merge, row_keys, rows_spec, specs_of, split_keys
 from jaxfb.forward_backward.offered import counts_before
 from jaxfb.forward_backward.packed import is_arranged
-from jaxfb.forward_backward.padding import check_padding
-from jaxfb.forward_backward.pieces import warn_of_places
+from jaxfb.forward_backward.pipeline.pieces import warn_of_places
 from jaxfb.forward_backward.resolved import Resolved, resolve
 from jaxfb.forward_backward.sequential import as_loss_fn
 from jaxfb.forward_backward.spmd_program import SpmdProgram

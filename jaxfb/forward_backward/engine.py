@@ -28,7 +28,7 @@ from jaxfb.forward_backward.microbatches import split
 from jaxfb.forward_backward.offered import check_marks, check_offers_pieces, check_parts, counts_before
 from jaxfb.forward_backward.options import EngineKeywords, EngineOptions, check_names, with_options
 from jaxfb.forward_backward.packed import Packed
-from jaxfb.forward_backward.pieces import check_lengths
+from jaxfb.forward_backward.pipeline.pieces import check_lengths
 from jaxfb.forward_backward.resolved import Resolved, resolve
 from jaxfb.forward_backward.sequential import num_layers
 from jaxfb.mesh import axis_size, check_mesh, make_mesh

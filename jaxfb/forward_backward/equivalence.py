@@ -21,7 +21,7 @@ from jaxfb.batch_plan import BatchPlan
 from jaxfb.forward_backward.arguments import check_model, check_params, layer_counts, prng_keys
 from jaxfb.forward_backward.engine import get_forward_backward_func
 from jaxfb.forward_backward.head_placement import check_placement
-from jaxfb.forward_backward.loss import as_loss_output
+from jaxfb.forward_backward.loss_function.loss import as_loss_output
 from jaxfb.forward_backward.microbatches import check_leaves, row_keys
 from jaxfb.forward_backward.offered import counted_of
 from jaxfb.forward_backward.options import OF_A_PIPELINE, EngineKeywords

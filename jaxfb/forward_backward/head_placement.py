@@ -19,10 +19,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfb.forward_backward.accumulate import split_totals
-from jaxfb.forward_backward.layer_passes import StageInputs
-from jaxfb.forward_backward.loss import as_loss_output
+from jaxfb.forward_backward.layers.layer_passes import StageInputs
+from jaxfb.forward_backward.loss_function.loss import as_loss_output
+from jaxfb.forward_backward.loss_function.traced import Traced, reads_none
 from jaxfb.forward_backward.reduce import COLLECTIVES, across, masked
-from jaxfb.forward_backward.traced import Traced, reads_none
 from jaxfb.parallel.collectives import psum_of_one, psum_scatter_of_one
 from jaxfb.parts import HEADS
 from jaxfb.refusal import Refused, choice

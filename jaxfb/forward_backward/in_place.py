@@ -19,15 +19,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfb.forward_backward.accumulate import empty_sums, split_totals
-from jaxfb.forward_backward.handed import Handed
-from jaxfb.forward_backward.last_microbatch import LastMicrobatch
-from jaxfb.forward_backward.layer_passes import Layers, StageInputs
-from jaxfb.forward_backward.loss import as_loss_output
-from jaxfb.forward_backward.mixed_stage import MixedStage
+from jaxfb.forward_backward.layers.handed import Handed
+from jaxfb.forward_backward.layers.last_microbatch import LastMicrobatch
+from jaxfb.forward_backward.layers.layer_passes import Layers, StageInputs
+from jaxfb.forward_backward.layers.mixed_stage import MixedStage
+from jaxfb.forward_backward.layers.slot import Slot
+from jaxfb.forward_backward.layers.stage import Stage
+from jaxfb.forward_backward.layers.target import Target, only_chunk
+from jaxfb.forward_backward.loss_function.loss import as_loss_output
 from jaxfb.forward_backward.sequential import num_layers, with_layers
-from jaxfb.forward_backward.slot import Slot
-from jaxfb.forward_backward.stage import Stage
-from jaxfb.forward_backward.target import Target, only_chunk
 from jaxfb.platforms.compat import cut_down
 from jaxfb.trainable import joined, like
 from jaxfb.types import LossOutput, Pipelined, PyTree, outer_params

@@ -10,11 +10,16 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxfb.batch_plan import BatchPlan
-from jaxfb.forward_backward.ahead import gathers_ahead, halves_pay
 from jaxfb.forward_backward.arguments import check_reduce_dtype, specs_like
-from jaxfb.forward_backward.execution import Execution
 from jaxfb.forward_backward.head_placement import check_rows, choose_placement
-from jaxfb.forward_backward.last_microbatch import Obstacle, check_overlap, obstacle_to_overlap, overlaps
+from jaxfb.forward_backward.layers.ahead import gathers_ahead, halves_pay
+from jaxfb.forward_backward.layers.execution import Execution
+from jaxfb.forward_backward.layers.last_microbatch import (
+    Obstacle,
+    check_overlap,
+    obstacle_to_overlap,
+    overlaps,
+)
 from jaxfb.forward_backward.offered import counted_of
 from jaxfb.forward_backward.options import EngineOptions
 from jaxfb.forward_backward.sequential import num_layers

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from jaxfb.forward_backward.arguments import leaves_of
-from jaxfb.forward_backward.loss import as_loss_output, as_metric, as_term, checked
+from jaxfb.forward_backward.loss_function.loss import as_loss_output, as_metric, as_term, checked
 from jaxfb.parallel.annotations import unconstrained
 from jaxfb.refusal import Refused, shown
 from jaxfb.types import Last, LossFn, LossOutput, Max, Min, Pipelined, PyTree, Sum, outer_params

@@ -20,15 +20,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxfb.forward_backward import repeated_draws
-from jaxfb.forward_backward.microbatches import in_order_of_tokens, rows_spec, specs_of
-from jaxfb.forward_backward.of_tokens import are_rearranged, of_tokens
-from jaxfb.forward_backward.over_context import AXIS, OverContext, traced_on_mesh
-from jaxfb.forward_backward.reduce import masked, reduce_metrics, reduce_records
-from jaxfb.forward_backward.resolved import Resolved
-from jaxfb.forward_backward.sequential import as_loss_fn
-from jaxfb.forward_backward.traced import Traced
-from jaxfb.forward_backward.weights import (
+from jaxfb.forward_backward.loss_function import repeated_draws
+from jaxfb.forward_backward.loss_function.of_tokens import are_rearranged, of_tokens
+from jaxfb.forward_backward.loss_function.over_context import AXIS, OverContext, traced_on_mesh
+from jaxfb.forward_backward.loss_function.traced import Traced
+from jaxfb.forward_backward.loss_function.weights import (
     check_experts,
     check_given,
     check_sums,
@@ -36,6 +32,10 @@ from jaxfb.forward_backward.weights import (
     seeds,
     term_weights,
 )
+from jaxfb.forward_backward.microbatches import in_order_of_tokens, rows_spec, specs_of
+from jaxfb.forward_backward.reduce import masked, reduce_metrics, reduce_records
+from jaxfb.forward_backward.resolved import Resolved
+from jaxfb.forward_backward.sequential import as_loss_fn
 from jaxfb.mesh import EXPERT, axis_size, data_parallel, manual_axes, replica_axes, split_axes
 from jaxfb.output import objective
 from jaxfb.parallel import sharding

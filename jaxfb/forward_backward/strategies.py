@@ -14,17 +14,17 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from jaxfb.forward_backward import accumulate
-from jaxfb.forward_backward.buffers import Weights
-from jaxfb.forward_backward.execution import Execution, is_cut_over
 from jaxfb.forward_backward.in_place import InPlace
-from jaxfb.forward_backward.last_microbatch import LastMicrobatch, cuts_layers
-from jaxfb.forward_backward.last_tick import LastTick
-from jaxfb.forward_backward.loss import checked
-from jaxfb.forward_backward.piece_executor import PieceExecutor
-from jaxfb.forward_backward.pipeline import Executor
-from jaxfb.forward_backward.remat import checkpoint_layer
+from jaxfb.forward_backward.layers.execution import Execution, is_cut_over
+from jaxfb.forward_backward.layers.last_microbatch import LastMicrobatch, cuts_layers
+from jaxfb.forward_backward.layers.remat import checkpoint_layer
+from jaxfb.forward_backward.layers.stage import WRITTEN_OUT
+from jaxfb.forward_backward.loss_function.loss import checked
+from jaxfb.forward_backward.pipeline.buffers import Weights
+from jaxfb.forward_backward.pipeline.executor import Executor
+from jaxfb.forward_backward.pipeline.last_tick import LastTick
+from jaxfb.forward_backward.pipeline.piece_executor import PieceExecutor
 from jaxfb.forward_backward.sequential import num_layers, sequential
-from jaxfb.forward_backward.stage import WRITTEN_OUT
 from jaxfb.parallel import data, pipe
 from jaxfb.parallel.annotations import unconstrained
 from jaxfb.parts import HEADS

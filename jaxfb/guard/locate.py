@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfb.forward_backward.loss import as_loss_output
+from jaxfb.forward_backward.loss_function.loss import as_loss_output
 from jaxfb.forward_backward.sequential import layer_keys, layer_output, num_layers
 from jaxfb.types import LossOutput, Pipelined, outer_params
 

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from jaxfb.config import Config
 from jaxfb.config.adapters import trained_patterns
-from jaxfb.forward_backward.ahead import gathers_ahead, halves_pay
-from jaxfb.forward_backward.last_microbatch import obstacle_to_overlap, overlaps
+from jaxfb.forward_backward.layers.ahead import gathers_ahead, halves_pay
+from jaxfb.forward_backward.layers.last_microbatch import obstacle_to_overlap, overlaps
 from jaxfb.models.config import TransformerConfig, num_params, seen_share
 from jaxfb.models.layout import layers_of_stages
 from jaxfb.models.pattern import stack_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from jaxfb.config import Config
-from jaxfb.forward_backward.overwriting import overwriting_pays
+from jaxfb.forward_backward.layers.overwriting import overwriting_pays
 from jaxfb.models.config import TransformerConfig, seen_share
 from jaxfb.planner import formula_bias
 from jaxfb.planner.attends import attends_over, context_method, runs_flash, scores_at_once

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jaxfb.batch_plan import BatchPlan, RunPlan
 from jaxfb.config.custom import CustomConfig
-from jaxfb.forward_backward.padding import check_padding
+from jaxfb.forward_backward.loss_function.padding import check_padding
 from jaxfb.forward_backward.sequential import as_loss_fn
 from jaxfb.mesh import make_mesh
 from jaxfb.refusal import Refused, function_of, shown

@@ -10,9 +10,9 @@ import toy
 from comparisons import close
 
 import jaxfb
-from jaxfb.forward_backward.half_passes import HalfPasses
-from jaxfb.forward_backward.half_passes import LayerInHalves as OfStage
-from jaxfb.forward_backward.layer_passes import Layers, StageInputs
+from jaxfb.forward_backward.layers.half_passes import HalfPasses
+from jaxfb.forward_backward.layers.half_passes import LayerInHalves as OfStage
+from jaxfb.forward_backward.layers.layer_passes import Layers, StageInputs
 from jaxfb.types import Halves
 
 KEY = jax.random.key(5)

@@ -8,8 +8,8 @@ from comparisons import close
 from late import call, gradients, of_transformer
 
 from jaxfb.config import load_config
-from jaxfb.forward_backward import execution, handed
-from jaxfb.forward_backward.stage import Stage
+from jaxfb.forward_backward.layers import execution, handed
+from jaxfb.forward_backward.layers.stage import Stage
 from jaxfb.planner import parse_topology
 from jaxfb.planner.job import abstract_device, abstract_mesh, make_job
 from jaxfb.platforms.compat import equations

@@ -22,7 +22,8 @@ from jax.sharding import PartitionSpec as P
 from marks import some_slow
 
 import jaxfb
-from jaxfb.forward_backward import accumulate, weights
+from jaxfb.forward_backward import accumulate
+from jaxfb.forward_backward.loss_function import weights
 from jaxfb.forward_backward.microbatches import row_keys, split_keys
 from jaxfb.parallel import data
 from jaxfb.types import Halves

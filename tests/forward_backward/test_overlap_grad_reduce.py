@@ -175,7 +175,7 @@ def test_reduced_gradients_are_written_over_the_sums():
 
 
 def test_it_is_the_default_on_accelerators_where_gradients_are_whole():
-    from jaxfb.forward_backward.last_microbatch import obstacle_to_overlap, overlaps
+    from jaxfb.forward_backward.layers.last_microbatch import obstacle_to_overlap, overlaps
 
     free = obstacle_to_overlap(None, "none")
     assert (

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from late import call, gradients, of_transformer
 
 from jaxfb.config import load_config
-from jaxfb.forward_backward import execution, overwriting
+from jaxfb.forward_backward.layers import execution, overwriting
 from jaxfb.planner import parse_topology
 from jaxfb.planner.job import abstract_device, abstract_mesh, make_job
 from jaxfb.platforms.compat import equations

@@ -10,7 +10,7 @@ import pytest
 
 import jaxfb
 from jaxfb import BatchPlan, LossOutput, Pipelined, Sum, make_mesh
-from jaxfb.forward_backward.pieces import check_lengths, warn_of_places, whole_records
+from jaxfb.forward_backward.pipeline.pieces import check_lengths, warn_of_places, whole_records
 from jaxfb.models.adapted import LoRA, adapted
 from jaxfb.models.attention import packed_attention
 from jaxfb.models.config import TransformerConfig

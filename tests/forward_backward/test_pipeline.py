@@ -19,7 +19,9 @@ from jax.sharding import PartitionSpec as P
 from marks import some_slow
 
 import jaxfb
-from jaxfb.forward_backward import head_placement, pipeline, slot, stage, target
+from jaxfb.forward_backward import head_placement
+from jaxfb.forward_backward.layers import slot, stage, target
+from jaxfb.forward_backward.pipeline import executor as pipeline
 from jaxfb.parallel import pipe
 
 KEY = jax.random.key(3)

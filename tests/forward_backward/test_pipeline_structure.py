@@ -11,12 +11,12 @@ import toy
 from flax import nnx
 
 import jaxfb
-from jaxfb.forward_backward.ahead import Ahead
-from jaxfb.forward_backward.layer_passes import Layers, StageInputs
+from jaxfb.forward_backward.layers.ahead import Ahead
+from jaxfb.forward_backward.layers.layer_passes import Layers, StageInputs
+from jaxfb.forward_backward.layers.slot import Slot, empty_slots
+from jaxfb.forward_backward.layers.stage import Stage
+from jaxfb.forward_backward.layers.target import Target
 from jaxfb.forward_backward.sequential import layer_output
-from jaxfb.forward_backward.slot import Slot, empty_slots
-from jaxfb.forward_backward.stage import Stage
-from jaxfb.forward_backward.target import Target
 from jaxfb.hlo import collectives, traffic
 from jaxfb.schedules import make
 

@@ -10,7 +10,7 @@ import pytest
 from comparisons import close
 
 import jaxfb
-from jaxfb.forward_backward.unrounded import unrounded
+from jaxfb.forward_backward.layers.unrounded import unrounded
 from jaxfb.hlo import SELDOM
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params, transformer

@@ -23,10 +23,10 @@ from jaxfb.data.config import DataConfig, SourceConfig
 from jaxfb.data.loader import Loader
 from jaxfb.forward_backward.equivalence import _check_dtype
 from jaxfb.forward_backward.head_placement import _check_sum, check_rows, choose_placement
-from jaxfb.forward_backward.last_microbatch import check_overlap, obstacle_to_overlap
+from jaxfb.forward_backward.layers.last_microbatch import check_overlap, obstacle_to_overlap
+from jaxfb.forward_backward.loss_function.traced import Traced
 from jaxfb.forward_backward.offered import check_offers_pieces
-from jaxfb.forward_backward.pieces import check_lengths, check_terms
-from jaxfb.forward_backward.traced import Traced
+from jaxfb.forward_backward.pipeline.pieces import check_lengths, check_terms
 from jaxfb.losses.kl import AdaptiveKL, kl_in_reward
 from jaxfb.losses.surrogates import make_surrogate
 from jaxfb.mesh import with_context

@@ -8,8 +8,8 @@ import pytest
 
 import jaxfb
 from jaxfb.config import load_config
-from jaxfb.forward_backward.pipeline import Tick
-from jaxfb.forward_backward.slot import Slot, SlotInRows
+from jaxfb.forward_backward.layers.slot import Slot, SlotInRows
+from jaxfb.forward_backward.pipeline.executor import Tick
 from jaxfb.parallel import row_order
 from jaxfb.parallel.row_order import in_rows
 from jaxfb.planner.job import make_job

@@ -4,7 +4,8 @@ import jax
 import pytest
 
 from jaxfb.config import load_config
-from jaxfb.forward_backward import pipeline, stage
+from jaxfb.forward_backward.layers import stage
+from jaxfb.forward_backward.pipeline import executor as pipeline
 from jaxfb.planner import parse_topology
 from jaxfb.planner.formula_memory import kept_bytes
 from jaxfb.planner.job import abstract_device, abstract_mesh, make_job, model_sizes

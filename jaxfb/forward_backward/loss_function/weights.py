@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfb.forward_backward.over_context import OverContext
+from jaxfb.forward_backward.loss_function.over_context import OverContext
+from jaxfb.forward_backward.loss_function.summands import CLOSED_OVER
+from jaxfb.forward_backward.loss_function.traced import Traced, is_constant, reads_none
 from jaxfb.forward_backward.reduce import reduce_records
-from jaxfb.forward_backward.summands import CLOSED_OVER
-from jaxfb.forward_backward.traced import Traced, is_constant, reads_none
 from jaxfb.mesh import EXPERT
 from jaxfb.parallel.annotations import check_statistics
 from jaxfb.refusal import Refused

@@ -33,9 +33,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxfb.forward_backward.mixed_stage import MixedStage
-from jaxfb.forward_backward.stage import Stage
-from jaxfb.forward_backward.target import Target, only_chunk
+from jaxfb.forward_backward.layers.mixed_stage import MixedStage
+from jaxfb.forward_backward.layers.stage import Stage
+from jaxfb.forward_backward.layers.target import Target, only_chunk
 from jaxfb.parallel.collectives import scatters_beside_products
 from jaxfb.parallel.sharding import axes_of
 from jaxfb.refusal import Refused

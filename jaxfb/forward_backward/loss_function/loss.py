@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfb.forward_backward.model_errors import explained
+from jaxfb.forward_backward.loss_function.model_errors import explained
 from jaxfb.refusal import Refused
 from jaxfb.types import CheckedLossFn, Last, LossFn, LossOutput, Max, Min, PyTree, Sum
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
+from jaxfb.forward_backward.loss_function.traced import Traced
 from jaxfb.forward_backward.packed import is_arranged
-from jaxfb.forward_backward.traced import Traced
 from jaxfb.types import PyTree
 
 

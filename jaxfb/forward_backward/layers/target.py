@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxfb.forward_backward.slot import FROM_START, read, write
+from jaxfb.forward_backward.layers.slot import FROM_START, read, write
 from jaxfb.types import PyTree
 
 

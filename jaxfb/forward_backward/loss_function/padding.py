@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfb.forward_backward.traced import Traced
-from jaxfb.forward_backward.weights import check_data_only, reads_microbatch
+from jaxfb.forward_backward.loss_function.traced import Traced
+from jaxfb.forward_backward.loss_function.weights import check_data_only, reads_microbatch
 from jaxfb.refusal import Refused
 from jaxfb.types import LossFn, Max, Min, PyTree, Sum
 

@@ -15,15 +15,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfb.forward_backward.ahead import Ahead, Gathered, Late
-from jaxfb.forward_backward.handed import Handed
-from jaxfb.forward_backward.late_scatter import LateScatter, Waiting
-from jaxfb.forward_backward.layer_passes import LayerPasses, Layers, StageInputs
-from jaxfb.forward_backward.reads import Reads
+from jaxfb.forward_backward.layers.ahead import Ahead, Gathered, Late
+from jaxfb.forward_backward.layers.handed import Handed
+from jaxfb.forward_backward.layers.late_scatter import LateScatter, Waiting
+from jaxfb.forward_backward.layers.layer_passes import LayerPasses, Layers, StageInputs
+from jaxfb.forward_backward.layers.reads import Reads
+from jaxfb.forward_backward.layers.slot import Slot, empty_slots
+from jaxfb.forward_backward.layers.target import OfLayer, Target
 from jaxfb.forward_backward.reduce import masked
 from jaxfb.forward_backward.sequential import as_is, sum_of_layers
-from jaxfb.forward_backward.slot import Slot, empty_slots
-from jaxfb.forward_backward.target import OfLayer, Target
 from jaxfb.types import LossOutput, PyTree
 
 Again = Callable[[jax.Array, Layers, PyTree], PyTree]

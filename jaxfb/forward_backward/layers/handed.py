@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from jaxfb.forward_backward.late_scatter import Waiting
+from jaxfb.forward_backward.layers.late_scatter import Waiting
 from jaxfb.parallel.collectives import scatters_beside_products
 from jaxfb.types import PyTree
 

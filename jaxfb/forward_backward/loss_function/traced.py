@@ -13,8 +13,8 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh
 
-from jaxfb.forward_backward.repeated_draws import repeats_draws
-from jaxfb.forward_backward.summands import CLOSED_OVER, Summand, Summands, summands
+from jaxfb.forward_backward.loss_function.repeated_draws import repeats_draws
+from jaxfb.forward_backward.loss_function.summands import CLOSED_OVER, Summand, Summands, summands
 from jaxfb.mesh import AUTOMATIC_AXES, axis_size, manual_axes, platform_of
 from jaxfb.platforms.compat import cut_down, equations, is_traced, opened, silent
 from jaxfb.types import LossFn, LossOutput, PyTree

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxfb.forward_backward.layer_passes import LayerPasses, Layers, StageInputs, context_of
+from jaxfb.forward_backward.layers.layer_passes import LayerPasses, Layers, StageInputs, context_of
+from jaxfb.forward_backward.layers.stage import Stage
+from jaxfb.forward_backward.layers.unrounded import unrounded
 from jaxfb.forward_backward.sequential import layer_output, two_results
-from jaxfb.forward_backward.stage import Stage
-from jaxfb.forward_backward.unrounded import unrounded
 from jaxfb.trainable import joined
 from jaxfb.types import LossOutput, PyTree
 

@@ -20,16 +20,16 @@ import numpy as np
 from jax import lax
 
 from jaxfb.forward_backward.accumulate import added, empty_sums
-from jaxfb.forward_backward.buffers import Buffers, Shapes, Weights, add, get, put
 from jaxfb.forward_backward.head_placement import HeadPlacement
-from jaxfb.forward_backward.last_tick import LastTick
-from jaxfb.forward_backward.layer_passes import Layers, StageInputs
-from jaxfb.forward_backward.mixed_stage import MixedStage
+from jaxfb.forward_backward.layers.layer_passes import Layers, StageInputs
+from jaxfb.forward_backward.layers.mixed_stage import MixedStage
+from jaxfb.forward_backward.layers.slot import Slot, SlotInRows, empty_slots, read_one
+from jaxfb.forward_backward.layers.stage import Stage
+from jaxfb.forward_backward.layers.target import Target
+from jaxfb.forward_backward.pipeline.buffers import Buffers, Shapes, Weights, add, get, put
+from jaxfb.forward_backward.pipeline.last_tick import LastTick
 from jaxfb.forward_backward.reduce import masked
 from jaxfb.forward_backward.sequential import with_layers
-from jaxfb.forward_backward.slot import Slot, SlotInRows, empty_slots, read_one
-from jaxfb.forward_backward.stage import Stage
-from jaxfb.forward_backward.target import Target
 from jaxfb.parallel import pipe
 from jaxfb.parallel.row_order import in_rows
 from jaxfb.refusal import Refused

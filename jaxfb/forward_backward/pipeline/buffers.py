@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxfb.forward_backward.layer_passes import Layers, StageInputs
-from jaxfb.forward_backward.slot import Slot
+from jaxfb.forward_backward.layers.layer_passes import Layers, StageInputs
+from jaxfb.forward_backward.layers.slot import Slot
 from jaxfb.types import LossOutput, PyTree
 
 

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxfb.forward_backward.layer_passes import LayerPasses, Layers, StageInputs
+from jaxfb.forward_backward.layers.layer_passes import LayerPasses, Layers, StageInputs
+from jaxfb.forward_backward.layers.slot import FROM_START, Slot, empty_slots, read, write
+from jaxfb.forward_backward.layers.stage import Stage
+from jaxfb.forward_backward.layers.target import Target
 from jaxfb.forward_backward.sequential import sum_of_layers
-from jaxfb.forward_backward.slot import FROM_START, Slot, empty_slots, read, write
-from jaxfb.forward_backward.stage import Stage
-from jaxfb.forward_backward.target import Target
 from jaxfb.trainable import joined
 from jaxfb.types import LossOutput, Piece, PyTree
 

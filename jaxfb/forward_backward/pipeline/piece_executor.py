@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfb.forward_backward.buffers import Buffers, Shapes
-from jaxfb.forward_backward.layer_passes import Layers, StageInputs
-from jaxfb.forward_backward.piece_stage import Cache, PieceInputs, PieceSlot, PieceStage
-from jaxfb.forward_backward.pieces import check_outputs, check_terms, piece_of, whole_records
-from jaxfb.forward_backward.pipeline import Executor, Tick
-from jaxfb.forward_backward.slot import Slot
-from jaxfb.forward_backward.target import Target
+from jaxfb.forward_backward.layers.layer_passes import Layers, StageInputs
+from jaxfb.forward_backward.layers.piece_stage import Cache, PieceInputs, PieceSlot, PieceStage
+from jaxfb.forward_backward.layers.slot import Slot
+from jaxfb.forward_backward.layers.target import Target
+from jaxfb.forward_backward.pipeline.buffers import Buffers, Shapes
+from jaxfb.forward_backward.pipeline.executor import Executor, Tick
+from jaxfb.forward_backward.pipeline.pieces import check_outputs, check_terms, piece_of, whole_records
 from jaxfb.types import LossOutput, PyTree
 
 

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jaxfb.forward_backward.last_microbatch import Reduce, reduced_target
-from jaxfb.forward_backward.mixed_stage import MixedStage
-from jaxfb.forward_backward.stage import Stage
-from jaxfb.forward_backward.target import Target
+from jaxfb.forward_backward.layers.last_microbatch import Reduce, reduced_target
+from jaxfb.forward_backward.layers.mixed_stage import MixedStage
+from jaxfb.forward_backward.layers.stage import Stage
+from jaxfb.forward_backward.layers.target import Target
 from jaxfb.types import PyTree
 
 

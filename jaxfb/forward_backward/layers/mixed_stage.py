@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from jaxfb.forward_backward.handed import Handed
-from jaxfb.forward_backward.layer_passes import Layers, StageInputs
+from jaxfb.forward_backward.layers.handed import Handed
+from jaxfb.forward_backward.layers.layer_passes import Layers, StageInputs
+from jaxfb.forward_backward.layers.slot import Slot
+from jaxfb.forward_backward.layers.stage import Stage
+from jaxfb.forward_backward.layers.target import Target
 from jaxfb.forward_backward.sequential import joined_parts
-from jaxfb.forward_backward.slot import Slot
-from jaxfb.forward_backward.stage import Stage
-from jaxfb.forward_backward.target import Target
 from jaxfb.types import LossOutput, PyTree
 
 

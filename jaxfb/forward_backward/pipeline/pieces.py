@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxfb.forward_backward.loss import as_loss_output
-from jaxfb.forward_backward.padding import MOST, other_leaf, some_keys
+from jaxfb.forward_backward.loss_function.loss import as_loss_output
+from jaxfb.forward_backward.loss_function.padding import MOST, other_leaf, some_keys
+from jaxfb.forward_backward.loss_function.traced import Traced, is_constant, reads_none
 from jaxfb.forward_backward.reduce import of_all
-from jaxfb.forward_backward.traced import Traced, is_constant, reads_none
 from jaxfb.refusal import Refused
 from jaxfb.types import LossOutput, Pipelined, PyTree, Sum, outer_params
 

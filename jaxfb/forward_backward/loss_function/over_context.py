@@ -20,8 +20,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
+from jaxfb.forward_backward.loss_function.traced import Traced, constant, reads_none
 from jaxfb.forward_backward.reduce import across, masked
-from jaxfb.forward_backward.traced import Traced, constant, reads_none
 from jaxfb.mesh import axis_size, data_parallel
 from jaxfb.refusal import Refused
 from jaxfb.types import LossFn, LossOutput, PyTree, Sum

@@ -14,16 +14,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxfb.forward_backward.ahead import Ahead, Gathered, Late
-from jaxfb.forward_backward.half_passes import LayerInHalves, StageOfHalves
-from jaxfb.forward_backward.handed import handing_on_pays
-from jaxfb.forward_backward.last_microbatch import Reduce, reduce_layer
-from jaxfb.forward_backward.mixed_stage import MixedStage
-from jaxfb.forward_backward.overwriting import Overwriting, overwriting_pays
-from jaxfb.forward_backward.piece_stage import PieceStage
-from jaxfb.forward_backward.remat import PIPELINE_KEEPS, checkpoint_layer
+from jaxfb.forward_backward.layers.ahead import Ahead, Gathered, Late
+from jaxfb.forward_backward.layers.half_passes import LayerInHalves, StageOfHalves
+from jaxfb.forward_backward.layers.handed import handing_on_pays
+from jaxfb.forward_backward.layers.last_microbatch import Reduce, reduce_layer
+from jaxfb.forward_backward.layers.mixed_stage import MixedStage
+from jaxfb.forward_backward.layers.overwriting import Overwriting, overwriting_pays
+from jaxfb.forward_backward.layers.piece_stage import PieceStage
+from jaxfb.forward_backward.layers.remat import PIPELINE_KEEPS, checkpoint_layer
+from jaxfb.forward_backward.layers.stage import Stage
 from jaxfb.forward_backward.sequential import as_is, layer_output, piece_output
-from jaxfb.forward_backward.stage import Stage
 from jaxfb.mesh import kind_here, platform_here
 from jaxfb.parallel import data, sharding, tensor
 from jaxfb.parallel.table import Table

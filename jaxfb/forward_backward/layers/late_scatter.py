@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfb.forward_backward.ahead import Ahead
-from jaxfb.forward_backward.overwriting import Overwriting
-from jaxfb.forward_backward.target import OfLayer
+from jaxfb.forward_backward.layers.ahead import Ahead
+from jaxfb.forward_backward.layers.overwriting import Overwriting
+from jaxfb.forward_backward.layers.target import OfLayer
 from jaxfb.types import PyTree
 
 Step = Callable[[OfLayer], OfLayer]

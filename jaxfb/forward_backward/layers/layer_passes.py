@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import jax
 
-from jaxfb.forward_backward.residual import Residual
+from jaxfb.forward_backward.layers.residual import Residual
+from jaxfb.forward_backward.layers.slot import read_layer
+from jaxfb.forward_backward.layers.split_backward import SplitBackward
+from jaxfb.forward_backward.layers.unrounded import unrounded
 from jaxfb.forward_backward.sequential import layer_keys
-from jaxfb.forward_backward.slot import read_layer
-from jaxfb.forward_backward.split_backward import SplitBackward
-from jaxfb.forward_backward.unrounded import unrounded
 from jaxfb.trainable import joined
 from jaxfb.types import LossOutput, PyTree, Sum
 

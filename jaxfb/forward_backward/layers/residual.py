@@ -12,7 +12,7 @@ from collections.abc import Callable
 import jax
 from jax.extend.core import Literal
 
-from jaxfb.forward_backward.split_backward import needed
+from jaxfb.forward_backward.layers.split_backward import needed
 from jaxfb.platforms.compat import evaluate, inlined
 from jaxfb.types import PyTree
 

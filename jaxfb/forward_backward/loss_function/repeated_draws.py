@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Literal
 
-from jaxfb.forward_backward.summands import parts_of_scan
+from jaxfb.forward_backward.loss_function.summands import parts_of_scan
 from jaxfb.platforms.compat import called, is_traced
 
 WARNING = (

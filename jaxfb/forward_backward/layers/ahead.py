@@ -49,8 +49,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import get_abstract_mesh
 
-from jaxfb.forward_backward.overwriting import Overwriting
-from jaxfb.forward_backward.slot import read_layer
+from jaxfb.forward_backward.layers.overwriting import Overwriting
+from jaxfb.forward_backward.layers.slot import read_layer
 from jaxfb.parallel.row_order import in_rows
 from jaxfb.parallel.stored_dtype import as_stored
 from jaxfb.platforms.kinds import V5E

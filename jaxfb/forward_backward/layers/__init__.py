@@ -1,0 +1,1 @@
+"""Runs the layers of a stage forward and backward: what is kept, gathered, recomputed and scattered."""

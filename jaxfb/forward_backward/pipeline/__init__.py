@@ -1,0 +1,1 @@
+"""Runs the ticks of a pipeline's schedule on every device."""
