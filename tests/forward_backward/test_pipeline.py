@@ -21,7 +21,7 @@ from marks import some_slow
 import jaxfb
 from jaxfb.forward_backward import head_placement
 from jaxfb.forward_backward.layers import slot, stage, target
-from jaxfb.forward_backward.pipeline import executor as pipeline
+from jaxfb.forward_backward.pipeline import executor
 from jaxfb.parallel import pipe
 
 KEY = jax.random.key(3)
@@ -393,8 +393,8 @@ def test_a_missing_mask_of_the_ends_is_noticed(breaks):
 
 @pytest.mark.slow
 def test_an_activation_of_another_microbatch_is_noticed(breaks):
-    right = pipeline.get
-    breaks(pipeline, "get", lambda tree, slot: right(tree, jnp.maximum(slot - 1, 0)))
+    right = executor.get
+    breaks(executor, "get", lambda tree, slot: right(tree, jnp.maximum(slot - 1, 0)))
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import pytest
 
 from jaxfb.config import load_config
 from jaxfb.forward_backward.layers import stage
-from jaxfb.forward_backward.pipeline import executor as pipeline
+from jaxfb.forward_backward.pipeline import executor
 from jaxfb.planner import parse_topology
 from jaxfb.planner.formula_memory import kept_bytes
 from jaxfb.planner.job import abstract_device, abstract_mesh, make_job, model_sizes
@@ -61,8 +61,8 @@ def test_what_a_pipeline_keeps_is_what_its_slots_take(monkeypatch, schedule, chu
         slots.append(number * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes)))
         return empty_slots(shapes, number, *rest)
 
-    empty_slots = pipeline.empty_slots
-    monkeypatch.setattr(pipeline, "empty_slots", counted)
+    empty_slots = executor.empty_slots
+    monkeypatch.setattr(executor, "empty_slots", counted)
     monkeypatch.setattr(stage, "empty_slots", counted)
     job = make_job(config, abstract_mesh(config, 4, abstract_device(topology)))
     job.step.trace(job.state, job.batch)
