@@ -377,13 +377,13 @@ MUTATED = Case("1f1b", 2, 1, "P", dropout=False)
 
 
 def test_garbage_in_a_bubble_is_noticed_where_a_mask_is_missing(breaks):
-    breaks(pipeline, "masked", lambda valid, tree: tree)
+    breaks(executor, "masked", lambda valid, tree: tree)
 
 
 @pytest.mark.slow
 def test_a_weight_gradient_of_a_bubble_is_noticed(breaks):
     always = lambda sums, chunk, valid: target.Target(sums, chunk, jnp.ones_like(valid))  # noqa: E731
-    breaks(pipeline, "Target", always)
+    breaks(executor, "Target", always)
 
 
 @pytest.mark.slow
