@@ -17,8 +17,9 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from jaxfb.planner import hlo_cost, parse_topology
-from jaxfb.planner.hlo_cost import Executed
+from jaxfb.planner import parse_topology
+from jaxfb.planner.program_cost import hlo_cost
+from jaxfb.planner.program_cost.hlo_cost import Executed
 
 
 def main() -> None:

@@ -6,7 +6,7 @@
 The mesh is fsdp 8 x context 8 and a microbatch has 16,384 tokens a device. A width's program is the one that runs its
 rows (`ForwardBackward.part`): forward and backward of four microbatches, without the reduction and the optimizer's
 update, which are a program of their own. An update has the rows of one program of each width, and one reduction.
-Seconds are the roofline of the scheduled program (`jaxfb/planner/hlo_cost.py`): what it cannot be faster than.
+Seconds are the roofline of the scheduled program (`jaxfb/planner/program_cost/hlo_cost.py`): it cannot be faster.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jaxfb.planner import hlo_cost, parse_topology, tpu
+from jaxfb.planner import parse_topology, tpu
+from jaxfb.planner.program_cost import hlo_cost
 
 os.environ.update(tpu.ENVIRONMENT | {"JAX_PLATFORMS": "cpu"})
 

@@ -1,9 +1,9 @@
 """Compiles whole train steps of real size, a row in a process of its own, and reads what the program takes.
 
 Shared by `real_sizes_tpu.py` and `real_sizes_gpu.py`. Rows that are asked for replace earlier ones in the results.
-HBM is the compiler's report, arguments included. Seconds are `jaxfb/planner/hlo_cost.py`'s roofline of the scheduled
-program: what it cannot be faster than, and the planner's time for an optimizer state in the host's memory. MFU is of
-that time, by the model's operations without recomputation.
+HBM is the compiler's report, arguments included. Seconds are the roofline of the scheduled program
+(`jaxfb/planner/program_cost/hlo_cost.py`): what it cannot be faster than, and the planner's time for an optimizer state
+in the host's memory. MFU is of that time, by the model's operations without recomputation.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ from report import RESULTS, machine
 from jaxfb.config import Config, load_config
 from jaxfb.mesh import mesh_sizes
 from jaxfb.models.config import flops_per_token
-from jaxfb.planner import Topology, hlo_cost, parse_topology
-from jaxfb.planner.branches import TakenBranches
+from jaxfb.planner import Topology, parse_topology
 from jaxfb.planner.counts import num_microbatches, schedule_name
-from jaxfb.planner.routing import Routed
+from jaxfb.planner.program_cost import hlo_cost
+from jaxfb.planner.program_cost.branches import TakenBranches
+from jaxfb.planner.program_cost.routing import Routed
 from jaxfb.planner.verdict import estimated
 from jaxfb.schedules import make
 
@@ -230,7 +231,7 @@ def lower_jaxfb(config: Config, devices: list, compiled: Callable) -> None:
     """Lowers the step of `jaxfb train`."""
     from jaxfb.mesh import make_mesh
     from jaxfb.planner.job import make_job
-    from jaxfb.planner.routing import routed
+    from jaxfb.planner.program_cost.routing import routed
 
     made = make_job(config, make_mesh(**vars(config.mesh), devices=devices))
     traced = made.step.trace(made.state, made.batch)

@@ -23,7 +23,7 @@ from real_sizes import LIKE_DEEPSEEK, Job, Rows, jaxfb_config, lower_jaxfb, size
 
 from jaxfb.config import Config
 from jaxfb.planner import parse_topology, tpu
-from jaxfb.planner.routing import Routed
+from jaxfb.planner.program_cost.routing import Routed
 from jaxfb.platforms import compiler
 from jaxfb.platforms.programs import size_of_refusal
 

@@ -11,8 +11,8 @@ import toy
 from comparisons import close, on_the_host
 
 import jaxfb
-from jaxfb.models import cudnn
 from jaxfb.models.attention import packed_attention
+from jaxfb.models.attention_kernels import cudnn
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.grouped_matmul import grouped_matmul
 from jaxfb.models.transformer import init_params, transformer

@@ -8,10 +8,10 @@ from functools import partial
 import jax
 
 from jaxfb.mesh import platform_here
-from jaxfb.models import cudnn, splash, splash_gather, splash_ring
 from jaxfb.models.attention import Attend, choose_backend, packed_attention
+from jaxfb.models.attention_kernels import cudnn, splash, splash_gather, splash_ring
+from jaxfb.models.attention_kernels.cudnn_gather import cudnn_gathered
 from jaxfb.models.config import TransformerConfig
-from jaxfb.models.cudnn_gather import cudnn_gathered
 from jaxfb.parallel.context import context_attention, exchanged, size_here
 from jaxfb.parallel.scores import PLAIN
 from jaxfb.parallel.tensor import num_shards, on_head_shards

@@ -18,8 +18,8 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh
 
 from jaxfb.mesh import axis_size, manual_axes, platform_here
-from jaxfb.models import cudnn, splash
-from jaxfb.models.blocked_attention import blocked_attention
+from jaxfb.models.attention_kernels import cudnn, splash
+from jaxfb.models.attention_kernels.blocked_attention import blocked_attention
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.layers import Linear, RMSNorm, fan_in_init, residual_init, statistics_dtype
 from jaxfb.models.rope import rotate
@@ -145,7 +145,7 @@ def choose_backend(backend: str, query: Any, key: Any, *, packed: bool, plain: b
 
     On NVIDIA GPUs that is cuDNN's, from Ampere on (compute capability 8.0), in bfloat16 or float16, with a head size
     that is a multiple of 8 and at most 128 (256 from Hopper on), and for packed rows an even T. They are legal but not
-    free: cuDNN takes the segments as a bias in the compute dtype (`jaxfb.models.cudnn`).
+    free: cuDNN takes the segments as a bias in the compute dtype (`jaxfb.models.attention_kernels.cudnn`).
 
     On TPUs it is splash, in bfloat16 or float32, where T is a multiple of 128, the head size at most 256, and `tensor`
     divides the kv heads; inside `jax.shard_map`, as in the engine: elsewhere XLA might have to cut it, and cannot.

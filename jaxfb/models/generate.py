@@ -21,8 +21,8 @@ from jax import lax
 
 from jaxfb.losses.logits import IdRanges, capped
 from jaxfb.models.attention import packed_attention
+from jaxfb.models.attention_kernels.blocked_attention import blocked_attention
 from jaxfb.models.block import Block, rebuilder
-from jaxfb.models.blocked_attention import blocked_attention
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.generate_arguments import (
     check_filters,

@@ -1,6 +1,6 @@
 """Causal attention of a piece of each sequence to itself and to the pieces before it.
 
-On a TPU splash's kernels compute it (`splash_pieces.py`), elsewhere plain JAX does, here. The loop over blocks of
+On a TPU splash's kernels compute it (`attention_kernels/splash_pieces.py`), elsewhere plain JAX does, here. The loop over blocks of
 earlier keys ends where the piece begins, so that piece p of n costs what its queries see, but for its own keys, which
 all of them are compared with. Nothing larger than the scores of one block of keys exists.
 
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfb.models.attention import choose_backend
-from jaxfb.models.splash_pieces import splash_piece_attention
+from jaxfb.models.attention_kernels.splash_pieces import splash_piece_attention
 from jaxfb.parallel.online_softmax import attend, attend_backward, grouped, nothing, sinks_backward, visible
 from jaxfb.parallel.scores import Scores
 from jaxfb.parallel.tensor import on_head_shards

@@ -11,7 +11,7 @@ _PUBLIC = {
     "TPUS": "chips",
     "Topology": "topology",
     "parse_topology": "topology",
-    "Estimate": "formula",
+    "Estimate": "formula.estimate",
     "Verdict": "verdict",
     "plan": "verdict",
     "page": "text",

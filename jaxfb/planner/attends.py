@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfb.config import Config
-from jaxfb.models import cudnn, splash, splash_gather
+from jaxfb.models.attention_kernels import cudnn, splash, splash_gather
 from jaxfb.models.config import TransformerConfig
 from jaxfb.planner.topology import Topology
 

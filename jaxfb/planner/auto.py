@@ -14,7 +14,7 @@ from jaxfb.config.sections import MeshConfig, ParallelConfig
 from jaxfb.models.config import TransformerConfig
 from jaxfb.planner.candidates import REMAT, Fixed, label
 from jaxfb.planner.chips import GPUS, TPUS
-from jaxfb.planner.formula import Estimate, estimate
+from jaxfb.planner.formula.estimate import Estimate, estimate
 from jaxfb.planner.job import model_sizes
 from jaxfb.planner.search import by_formula, picked
 from jaxfb.planner.topology import Topology, topology_of

@@ -186,13 +186,13 @@ def _result(config: Config, topology: Topology, directory: Path) -> dict:
     import jax
 
     from jaxfb.planner.job import make_job
-    from jaxfb.planner.routing import routed
+    from jaxfb.planner.program_cost.routing import routed
     from jaxfb.training.from_config.dtypes import enable_float64
 
     enable_float64(config)
     jax.config.update(
         "jax_compilation_cache_include_metadata_in_key", True
-    )  # scopes are read (`branches.py`)
+    )  # scopes are read (`program_cost/branches.py`)
     if topology.platform == "gpu":
         config = gpu.with_attention(config, "cudnn" if gpu.takes_flash(config, topology) else "xla")
     job = make_job(config, _mesh(config, topology))
@@ -261,8 +261,8 @@ def _devices(topology: Topology) -> list:
 
 
 def _read(program, job, topology: Topology, work, lower_seconds: float, compile_seconds: float) -> Compiled:
-    from jaxfb.planner.branches import TakenBranches
-    from jaxfb.planner.hlo_cost import cost_of
+    from jaxfb.planner.program_cost.branches import TakenBranches
+    from jaxfb.planner.program_cost.hlo_cost import cost_of
 
     memory = program.memory_analysis()
     taken = TakenBranches(job.schedule.program) if job.schedule else None

@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxfb.config import Config, config_to_dict
 from jaxfb.planner.compiled import Compiled, TooLarge
-from jaxfb.planner.formula import Estimate
+from jaxfb.planner.formula.estimate import Estimate
 from jaxfb.planner.gpu import version_of
 from jaxfb.planner.topology import Topology, parse_topology
 from jaxfb.planner.verdict import Verdict

@@ -12,7 +12,7 @@ from jaxfb.config import Config
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.pattern import stack_of
 from jaxfb.planner.counts import num_shards
-from jaxfb.planner.formula import estimate
+from jaxfb.planner.formula.estimate import estimate
 from jaxfb.planner.topology import Topology
 from jaxfb.recomputation import remat_parts
 from jaxfb.schedules.by_device import runs_on

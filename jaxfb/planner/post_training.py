@@ -23,7 +23,7 @@ from jaxfb.data.config import DataConfig
 from jaxfb.mesh import axis_size, mesh_sizes
 from jaxfb.models.config import TransformerConfig, num_params
 from jaxfb.models.generate import cache_of
-from jaxfb.planner.formula_memory import forward_bytes
+from jaxfb.planner.formula.memory import forward_bytes
 from jaxfb.planner.job import abstract_device, abstract_mesh
 from jaxfb.planner.topology import Topology
 from jaxfb.refusal import Refused

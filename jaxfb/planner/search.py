@@ -18,7 +18,7 @@ from jaxfb.planner import gpu
 from jaxfb.planner.candidates import NOTHING, Fixed, candidates, label
 from jaxfb.planner.compiled import TooLarge, check_compiler, compiles_here
 from jaxfb.planner.counts import num_shards, schedule_name
-from jaxfb.planner.formula import Estimate, estimate
+from jaxfb.planner.formula.estimate import Estimate, estimate
 from jaxfb.planner.job import model_sizes
 from jaxfb.planner.known import Known
 from jaxfb.planner.memory_left import variants

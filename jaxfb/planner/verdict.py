@@ -16,8 +16,7 @@ from jaxfb.planner import gpu, tpu
 from jaxfb.planner.chips import Chip
 from jaxfb.planner.compiled import Compiled, TooLarge, compile_for, compiles_here
 from jaxfb.planner.counts import flops_counted
-from jaxfb.planner.formula import Estimate, estimate
-from jaxfb.planner.hlo_cost import HOST, Traffic
+from jaxfb.planner.formula.estimate import Estimate, estimate
 from jaxfb.planner.job import (
     Job,
     abstract_device,
@@ -29,6 +28,7 @@ from jaxfb.planner.job import (
     uncut_share,
 )
 from jaxfb.planner.post_training import planned
+from jaxfb.planner.program_cost.hlo_cost import HOST, Traffic
 from jaxfb.planner.topology import Topology
 from jaxfb.refusal import instance
 

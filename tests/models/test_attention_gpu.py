@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 import jaxfb
-from jaxfb.models import cudnn
 from jaxfb.models.attention import choose_backend, packed_attention
+from jaxfb.models.attention_kernels import cudnn
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params, transformer
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxfb.models.blocked_attention import blocked_attention
+from jaxfb.models.attention_kernels.blocked_attention import blocked_attention
 from jaxfb.platforms.compat import inlined
 
 ROWS, SIZE = 2, 8

@@ -8,11 +8,12 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxfb
-from jaxfb.models import attend, cudnn
+from jaxfb.models import attend
 from jaxfb.models.attention import packed_attention
-from jaxfb.models.blocked_attention import blocked_attention
+from jaxfb.models.attention_kernels import cudnn
+from jaxfb.models.attention_kernels.blocked_attention import blocked_attention
+from jaxfb.models.attention_kernels.cudnn_gather import cudnn_gathered
 from jaxfb.models.config import TransformerConfig
-from jaxfb.models.cudnn_gather import cudnn_gathered
 from jaxfb.models.transformer import init_params, transformer
 from jaxfb.parallel import context
 

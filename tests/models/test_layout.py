@@ -9,7 +9,7 @@ from jaxfb.config.own_model import OwnModelConfig
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.layout import layers_of_stages, stages_of, written
 from jaxfb.models.pattern import LayerKind
-from jaxfb.planner.formula import estimate
+from jaxfb.planner.formula.estimate import estimate
 from jaxfb.planner.job import model_sizes
 from jaxfb.planner.topology import parse_topology
 from jaxfb.training.from_config.options import stage_lengths

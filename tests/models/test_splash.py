@@ -17,15 +17,16 @@ import jaxfb
 from jaxfb.config import load_config
 from jaxfb.forward_backward import Microbatches
 from jaxfb.mesh import AXES
-from jaxfb.models import attend, attention, cudnn, splash, splash_gather, splash_ring
+from jaxfb.models import attend, attention
 from jaxfb.models.attend import context_method
 from jaxfb.models.attention import check_backend, choose_backend, packed_attention
+from jaxfb.models.attention_kernels import cudnn, splash, splash_gather, splash_ring
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params, transformer
 from jaxfb.parallel.scores import Scores
 from jaxfb.planner import attends, parse_topology
 from jaxfb.planner.job import model_sizes
-from jaxfb.planner.routing import equations
+from jaxfb.planner.program_cost.routing import equations
 
 TPU = AbstractDevice(device_kind="TPU v5 lite", num_cores=1, platform="tpu")
 LENGTH, HEADS, KV_HEADS, SIZE = 256, 4, 2, 16

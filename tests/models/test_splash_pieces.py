@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxfb.models.attention import packed_attention
-from jaxfb.models.splash_pieces import splash_piece_attention
+from jaxfb.models.attention_kernels.splash_pieces import splash_piece_attention
 from jaxfb.parallel.scores import Scores
 
 PIECES, TOKENS, HEADS, KV_HEADS, SIZE = 3, 128, 2, 1, 8

@@ -9,9 +9,9 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxfb.models.splash import splash_attention
-from jaxfb.models.splash_gather import _tables_of_all, splash_gathered
-from jaxfb.models.splash_ring import splash_ring
+from jaxfb.models.attention_kernels.splash import splash_attention
+from jaxfb.models.attention_kernels.splash_gather import _tables_of_all, splash_gathered
+from jaxfb.models.attention_kernels.splash_ring import splash_ring
 from jaxfb.parallel import context
 from jaxfb.parallel.scores import Scores
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from comparisons import close
 
-from jaxfb.models.splash_sums import Queries, Sums, begun, merged, sinks_gradient
+from jaxfb.models.attention_kernels.splash_sums import Queries, Sums, begun, merged, sinks_gradient
 
 ROWS, HEADS, TOKENS, KEYS, SIZE = 2, 3, 4, 6, 5
 

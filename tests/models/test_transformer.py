@@ -8,8 +8,8 @@ from jax.sharding import AxisType, NamedSharding
 from whole import apply, hidden_states, logits
 
 from jaxfb.models.attention import choose_backend
+from jaxfb.models.attention_kernels.blocked_attention import blocked_attention
 from jaxfb.models.block import Block, rebuilder
-from jaxfb.models.blocked_attention import blocked_attention
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params, transformer
 from jaxfb.parallel.tensor import transformer_param_specs

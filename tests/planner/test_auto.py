@@ -14,7 +14,7 @@ from jaxfb.config.sections import MeshConfig
 from jaxfb.planner import parse_topology
 from jaxfb.planner.auto import choose, choose_here, fixed_by
 from jaxfb.planner.candidates import candidates, label
-from jaxfb.planner.formula import estimate
+from jaxfb.planner.formula.estimate import estimate
 from jaxfb.planner.job import model_sizes
 from jaxfb.planner.verdict import MARGIN
 from jaxfb.training.open_mesh import with_mesh

@@ -9,11 +9,11 @@ import pytest
 import jaxfb
 from jaxfb.config import load_config
 from jaxfb.hlo import parse
-from jaxfb.planner.branches import EVENTS, Branch, TakenBranches, branch_of
 from jaxfb.planner.compiled import _read
-from jaxfb.planner.hlo_cost import cost_of
 from jaxfb.planner.job import make_job
-from jaxfb.planner.routing import Routed
+from jaxfb.planner.program_cost.branches import EVENTS, Branch, TakenBranches, branch_of
+from jaxfb.planner.program_cost.hlo_cost import cost_of
+from jaxfb.planner.program_cost.routing import Routed
 from jaxfb.planner.topology import parse_topology
 from jaxfb.schedules import KINDS, make
 

@@ -42,7 +42,7 @@ def compiles(monkeypatch):
         return SimpleNamespace(step=step, state=None, batch=None)
 
     monkeypatch.setattr("jaxfb.planner.job.make_job", make_job)
-    monkeypatch.setattr("jaxfb.planner.routing.routed", lambda *_: None)
+    monkeypatch.setattr("jaxfb.planner.program_cost.routing.routed", lambda *_: None)
     monkeypatch.setattr(compiled, "_mesh", lambda *_: None)
     monkeypatch.setattr(compiled, "_read", lambda *_: ANSWER)
     monkeypatch.setattr(compiled.tpu, "reported_bytes", lambda _: 100)

@@ -9,15 +9,17 @@ import pytest
 from jaxfb.config import load_config
 from jaxfb.mesh import mesh_sizes
 from jaxfb.models.config import num_params
-from jaxfb.planner import formula_tables, formula_time, parse_topology
+from jaxfb.planner import parse_topology
 from jaxfb.planner.attends import scores_at_once
 from jaxfb.planner.counts import stored, trained_numbers, turns_of_layers
-from jaxfb.planner.formula import estimate
-from jaxfb.planner.formula_attention import flops_of_kernels
-from jaxfb.planner.formula_by_device import waits
-from jaxfb.planner.formula_loops import loop_seconds
-from jaxfb.planner.formula_memory import HOLES, kept_bytes, relaid_bytes
-from jaxfb.planner.formula_time import exchange_seconds, exposed_seconds, work_seconds
+from jaxfb.planner.formula import tables as formula_tables
+from jaxfb.planner.formula import time as formula_time
+from jaxfb.planner.formula.attention import flops_of_kernels
+from jaxfb.planner.formula.by_device import waits
+from jaxfb.planner.formula.estimate import estimate
+from jaxfb.planner.formula.loops import loop_seconds
+from jaxfb.planner.formula.memory import HOLES, kept_bytes, relaid_bytes
+from jaxfb.planner.formula.time import exchange_seconds, exposed_seconds, work_seconds
 from jaxfb.planner.job import model_sizes
 from jaxfb.planner.text import memory_table
 from jaxfb.planner.verdict import estimated

@@ -4,11 +4,11 @@ import pytest
 
 from jaxfb.config import load_config
 from jaxfb.planner import parse_topology
-from jaxfb.planner.formula_memory import forward_bytes
-from jaxfb.planner.formula_time import step_flops
+from jaxfb.planner.formula.memory import forward_bytes
+from jaxfb.planner.formula.time import step_flops
+from jaxfb.planner.formula.widths import padding_width
 from jaxfb.planner.job import model_sizes
 from jaxfb.planner.verdict import estimated
-from jaxfb.planner.widths import padding_width
 
 ONE_B = "mesh.fsdp=16 batch.rows=128 batch.rows_per_microbatch=1 parallel.fsdp_gather=layer"
 LATENT = (

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxfb.config import load_config
-from jaxfb.planner import formula_bias
+from jaxfb.planner.formula import bias as formula_bias
 from jaxfb.planner.job import model_sizes
 from jaxfb.planner.topology import parse_topology
 from jaxfb.planner.verdict import estimated

@@ -7,7 +7,7 @@ from jaxfb.planner import parse_topology
 from jaxfb.planner.auto import choose
 from jaxfb.planner.candidates import NOTHING
 from jaxfb.planner.counts import state_bytes
-from jaxfb.planner.formula import estimate
+from jaxfb.planner.formula.estimate import estimate
 from jaxfb.planner.job import model_sizes
 from jaxfb.planner.search import by_formula
 from jaxfb.planner.verdict import estimated

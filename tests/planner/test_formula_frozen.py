@@ -7,8 +7,8 @@ import pytest
 from jaxfb.config import load_config
 from jaxfb.planner import parse_topology
 from jaxfb.planner.counts import flops_counted
-from jaxfb.planner.formula import estimate
-from jaxfb.planner.formula_memory import whole_bytes
+from jaxfb.planner.formula.estimate import estimate
+from jaxfb.planner.formula.memory import whole_bytes
 from jaxfb.planner.job import model_sizes
 from jaxfb.planner.verdict import estimated
 

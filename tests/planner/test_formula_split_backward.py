@@ -7,7 +7,7 @@ from jaxfb.config import load_config
 from jaxfb.forward_backward.layers import stage
 from jaxfb.forward_backward.pipeline import executor
 from jaxfb.planner import parse_topology
-from jaxfb.planner.formula_memory import kept_bytes
+from jaxfb.planner.formula.memory import kept_bytes
 from jaxfb.planner.job import abstract_device, abstract_mesh, make_job, model_sizes
 from jaxfb.planner.verdict import estimated
 

@@ -4,7 +4,7 @@ import pytest
 
 from jaxfb.config import load_config
 from jaxfb.planner import parse_topology
-from jaxfb.planner.formula_update import muon_bytes, muon_flops, muon_seconds
+from jaxfb.planner.formula.update import muon_bytes, muon_flops, muon_seconds
 from jaxfb.planner.job import model_sizes
 from jaxfb.planner.verdict import estimated
 

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxfb import hlo
-from jaxfb.planner.hlo_bytes import Bytes
+from jaxfb.planner.program_cost.hlo_bytes import Bytes
 
 LAYERS, LAYER, OUT = 80, 4 * 64 * 128, 4 * 64 * 32
 STACK = f"f32[{LAYERS},64,128]{{2,1,0}}"

@@ -11,8 +11,8 @@ import jaxfb
 from jaxfb.hlo import collectives
 from jaxfb.planner.chips import GPUS, Chip
 from jaxfb.planner.compiled import too_large
-from jaxfb.planner.hlo_cost import HOST, cost_of, executed
-from jaxfb.planner.hlo_products import product_flops
+from jaxfb.planner.program_cost.hlo_cost import HOST, cost_of, executed
+from jaxfb.planner.program_cost.hlo_products import product_flops
 
 OVERLAPPED = """HloModule m, is_scheduled=true
 ENTRY %main (a: f32[1000,1000], b: f32[1000,1000]) -> f32[1000,1000] {

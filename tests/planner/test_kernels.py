@@ -8,14 +8,15 @@ import pytest
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxfb.config import load_config
-from jaxfb.models.splash import _kernel, block_size
-from jaxfb.models.splash_gather import _tables_of_all
-from jaxfb.planner import hlo_cost, tpu
+from jaxfb.models.attention_kernels.splash import _kernel, block_size
+from jaxfb.models.attention_kernels.splash_gather import _tables_of_all
+from jaxfb.planner import tpu
 from jaxfb.planner.chips import Chip
-from jaxfb.planner.formula import estimate
+from jaxfb.planner.formula.estimate import estimate
 from jaxfb.planner.job import abstract_device, abstract_mesh, make_job, model_sizes
-from jaxfb.planner.kernels import kernel_flops
-from jaxfb.planner.routing import Routed, equations
+from jaxfb.planner.program_cost import hlo_cost
+from jaxfb.planner.program_cost.kernels import kernel_flops
+from jaxfb.planner.program_cost.routing import Routed, equations
 from jaxfb.planner.topology import parse_topology
 from jaxfb.planner.verdict import estimated, plan
 

@@ -7,7 +7,7 @@ import pytest
 
 from jaxfb.config import config_from_dict, config_to_dict, load_config
 from jaxfb.planner import parse_topology
-from jaxfb.planner.formula import estimate
+from jaxfb.planner.formula.estimate import estimate
 from jaxfb.planner.job import model_sizes
 from jaxfb.planner.memory_left import least, prices, variants
 from jaxfb.planner.search import search

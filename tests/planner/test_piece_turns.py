@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxfb.planner.piece_turns import mean_turns
+from jaxfb.planner.program_cost.piece_turns import mean_turns
 from jaxfb.schedules import make
 
 

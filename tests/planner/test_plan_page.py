@@ -9,7 +9,7 @@ from jaxfb.cli.commands import main
 from jaxfb.config import load_config
 from jaxfb.planner import parse_topology, search
 from jaxfb.planner.compiled import Compiled, TooLarge
-from jaxfb.planner.hlo_cost import Traffic
+from jaxfb.planner.program_cost.hlo_cost import Traffic
 from jaxfb.planner.text import page
 from jaxfb.planner.too_large import would_fit
 from jaxfb.planner.verdict import estimated

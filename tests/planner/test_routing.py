@@ -11,9 +11,10 @@ from jaxfb.models.config import TransformerConfig
 from jaxfb.models.grouped_matmul import TILE, TILE_OF_GPUS, tile_size
 from jaxfb.models.moe import how_dispatched
 from jaxfb.parallel.expert import spaces
-from jaxfb.planner import hlo_cost, parse_topology
-from jaxfb.planner.kernels import kernel_flops
-from jaxfb.planner.routing import Routed, routed
+from jaxfb.planner import parse_topology
+from jaxfb.planner.program_cost import hlo_cost
+from jaxfb.planner.program_cost.kernels import kernel_flops
+from jaxfb.planner.program_cost.routing import Routed, routed
 from jaxfb.planner.verdict import plan
 
 # as the compiler for TPUs writes three products of 512 rows of 256 numbers, of two groups, with matrices of 256 x 384:

@@ -17,7 +17,7 @@ from jaxfb.config import load_config
 from jaxfb.planner import parse_topology
 from jaxfb.planner.candidates import NOTHING, Fixed, candidates, label
 from jaxfb.planner.compiled import Compiled, TooLarge
-from jaxfb.planner.formula import estimate
+from jaxfb.planner.formula.estimate import estimate
 from jaxfb.planner.job import model_sizes
 from jaxfb.planner.known import Known
 from jaxfb.planner.search import Found, _as_candidate, by_formula, picked, search, table

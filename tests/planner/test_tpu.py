@@ -7,7 +7,7 @@ import pytest
 
 from jaxfb.config import load_config
 from jaxfb.planner import parse_topology, tpu
-from jaxfb.planner.hlo_cost import HOST
+from jaxfb.planner.program_cost.hlo_cost import HOST
 from jaxfb.planner.verdict import plan
 
 REPORT = """Memory Space: default (color=0)

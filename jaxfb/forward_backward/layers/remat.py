@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxfb.models import grouped_matmul, splash
+from jaxfb.models import grouped_matmul
+from jaxfb.models.attention_kernels import splash
 from jaxfb.parallel.host_memory import HOST
 
 PIPELINE_KEEPS = {

@@ -299,7 +299,7 @@ class Tick:
         """Returns `do(tree)` where valid, else tree; all devices agree on it, so collectives may be inside.
 
         Sums that pass through branches keep one order in all, or each branch would copy them to its own. The planner
-        knows a branch by its scope (`jaxfb/planner/branches.py`).
+        knows a branch by its scope (`jaxfb/planner/program_cost/branches.py`).
         """
         if when == "none":
             return tree

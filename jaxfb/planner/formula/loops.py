@@ -17,9 +17,9 @@ from jaxfb.planner.counts import (
     tokens_of_microbatch,
     turns_of_layers,
 )
-from jaxfb.planner.formula_time import exposed_share, forwards_again, tensor_seconds
+from jaxfb.planner.formula.time import exposed_share, forwards_again, tensor_seconds
+from jaxfb.planner.formula.widths import dense_width
 from jaxfb.planner.topology import Topology
-from jaxfb.planner.widths import dense_width
 from jaxfb.platforms import compiler
 
 _WAITS = 1.36

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfb.models import cudnn
+from jaxfb.models.attention_kernels import cudnn
 from jaxfb.parallel.collectives import gather_summing_wide
 from jaxfb.parallel.context import AXIS, places_of_all, size_here, token_index
 from jaxfb.parallel.scores import PLAIN, Scores

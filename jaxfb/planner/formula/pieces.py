@@ -11,8 +11,8 @@ from jaxfb.planner.counts import (
     tokens_of_microbatch,
     tokens_of_piece,
 )
-from jaxfb.planner.piece_turns import mean_turns
-from jaxfb.planner.widths import hidden_width
+from jaxfb.planner.formula.widths import hidden_width
+from jaxfb.planner.program_cost.piece_turns import mean_turns
 
 _CACHED, _READ = 4, 4 + 4
 """Bytes of a key's or value's gradient beside the number itself: in a cache, in float32; and while a layer's backward

@@ -1,6 +1,6 @@
 """Counts what cuDNN's attention takes on packed rows for its bias: memory, traffic, and products that nobody needs.
 
-A bias names the documents of a row, [queries, keys] in the compute dtype (`jaxfb.models.cudnn`).
+A bias names the documents of a row, [queries, keys] in the compute dtype (`jaxfb.models.attention_kernels.cudnn`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfb.config import Config
-from jaxfb.models import cudnn
+from jaxfb.models.attention_kernels import cudnn
 from jaxfb.models.config import TransformerConfig, seen_share
 from jaxfb.models.pattern import stack_of
 from jaxfb.planner.attends import context_method, runs_flash

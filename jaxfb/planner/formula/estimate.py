@@ -12,8 +12,8 @@ from jaxfb.config import Config
 from jaxfb.models.config import TransformerConfig
 from jaxfb.planner.chips import Chip
 from jaxfb.planner.counts import held_numbers, state_bytes, stored, stored_bytes, trained_numbers
-from jaxfb.planner.formula_loops import loop_seconds
-from jaxfb.planner.formula_memory import (
+from jaxfb.planner.formula.loops import loop_seconds
+from jaxfb.planner.formula.memory import (
     HOLES,
     frozen_bytes,
     gradient_bytes,
@@ -23,7 +23,7 @@ from jaxfb.planner.formula_memory import (
     whole_bytes,
     working_bytes,
 )
-from jaxfb.planner.formula_time import (
+from jaxfb.planner.formula.time import (
     exchange_seconds,
     exposed_exchange,
     exposed_scatters,
@@ -35,7 +35,7 @@ from jaxfb.planner.formula_time import (
     wire_seconds,
     work_seconds,
 )
-from jaxfb.planner.formula_update import muon_bytes, muon_flops, muon_seconds
+from jaxfb.planner.formula.update import muon_bytes, muon_flops, muon_seconds
 from jaxfb.planner.topology import Topology
 
 

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from jaxfb.models.splash import block_size
+from jaxfb.models.attention_kernels.splash import block_size
 from jaxfb.models.tiles import OUTER_PRODUCT, PRODUCT
 
 _RAGGED = "ragged-dot"  # what XLA for TPUs makes of `lax.ragged_dot`

@@ -9,9 +9,9 @@ from functools import cache
 from jaxfb import hlo
 from jaxfb.hlo import Instruction
 from jaxfb.hlo.text import searched, shape_of
-from jaxfb.planner import gpu_calls
-from jaxfb.planner.kernels import kernel_flops
-from jaxfb.planner.routing import Routed
+from jaxfb.planner.program_cost import gpu_calls
+from jaxfb.planner.program_cost.kernels import kernel_flops
+from jaxfb.planner.program_cost.routing import Routed
 
 
 class Products:

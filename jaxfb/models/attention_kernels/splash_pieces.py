@@ -20,8 +20,17 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxfb.models import splash
-from jaxfb.models.splash_sums import Keys, Queries, Sums, attend, begun, gradients, merged, sinks_gradient
+from jaxfb.models.attention_kernels import splash
+from jaxfb.models.attention_kernels.splash_sums import (
+    Keys,
+    Queries,
+    Sums,
+    attend,
+    begun,
+    gradients,
+    merged,
+    sinks_gradient,
+)
 from jaxfb.parallel.scores import Scores
 
 BEFORE = -1

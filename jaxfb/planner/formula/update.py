@@ -22,7 +22,7 @@ from jaxfb.optim.leaves import has_word, is_stacked
 from jaxfb.optim.muon import muon_matrices
 from jaxfb.planner.chips import Chip
 from jaxfb.planner.counts import share_of_layers
-from jaxfb.planner.formula_time import ring_seconds
+from jaxfb.planner.formula.time import ring_seconds
 from jaxfb.trainable import pruned
 
 _TIMES = 2

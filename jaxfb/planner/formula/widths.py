@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxfb.config import Config
-from jaxfb.models import splash
+from jaxfb.models.attention_kernels import splash
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.pattern import stack_of
 from jaxfb.planner.attends import runs_flash

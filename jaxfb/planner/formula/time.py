@@ -9,7 +9,6 @@ from jaxfb.mesh import AXES
 from jaxfb.models.adapted import lora_of
 from jaxfb.models.config import TransformerConfig, flops_per_token
 from jaxfb.models.pattern import stack_of
-from jaxfb.planner import formula_bias
 from jaxfb.planner.attends import context_method, runs_flash
 from jaxfb.planner.chips import Chip
 from jaxfb.planner.counts import (
@@ -37,12 +36,13 @@ from jaxfb.planner.counts import (
     trained_numbers,
     turns_of_layers,
 )
-from jaxfb.planner.formula_attention import flops_of_kernels, score_bytes
-from jaxfb.planner.formula_by_device import waits
-from jaxfb.planner.formula_memory import gradient_bytes
-from jaxfb.planner.formula_tables import spared_bytes
+from jaxfb.planner.formula import bias
+from jaxfb.planner.formula.attention import flops_of_kernels, score_bytes
+from jaxfb.planner.formula.by_device import waits
+from jaxfb.planner.formula.memory import gradient_bytes
+from jaxfb.planner.formula.tables import spared_bytes
+from jaxfb.planner.formula.widths import hidden_width, inner_width, product_width
 from jaxfb.planner.topology import Topology
-from jaxfb.planner.widths import hidden_width, inner_width, product_width
 from jaxfb.platforms import compiler
 from jaxfb.platforms.kinds import V6E
 
@@ -142,7 +142,7 @@ def work_seconds(config: Config, sizes: TransformerConfig, topology: Topology) -
     read = each * moved * of_products * product_width(sizes) * sizes.num_layers
     read += score_bytes(config, sizes, topology) + _adapter_bytes(config, sizes)
     read *= 1 if has_backward(config, sizes) else 1 / 3
-    read += formula_bias.traffic(config, sizes, topology, forwards_again(config, sizes))
+    read += bias.traffic(config, sizes, topology, forwards_again(config, sizes))
     if config.mesh.tensor > 1:
         read += each * _HIDDEN_OVER_TENSOR * config.mesh.tensor * sizes.hidden_size * sizes.num_layers
     read = (
@@ -355,7 +355,7 @@ def exposed_seconds(
     """Returns the communication that nothing hides: a share of it, and at least what is longer than the work."""
     is_tpu = topology.platform == "tpu"
     is_slice = is_tpu and num_shards(config) == topology.num_devices
-    # on a torus tensor uses other links than fsdp; `formula_loops` counts how long its collectives are waited for
+    # on a torus tensor uses other links than fsdp; `loops.py` counts how long its collectives are waited for
     along_tensor = tensor_seconds(config, sizes, topology.chip) if is_tpu and topology.chip else 0.0
     least = _IN_TWO_STEPS * wire if is_slice else max(along_tensor, wire - along_tensor)
     return max(exposed_share(config, sizes, topology) * wire, least - work)

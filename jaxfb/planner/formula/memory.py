@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jaxfb.config import Config
 from jaxfb.forward_backward.layers.overwriting import overwriting_pays
 from jaxfb.models.config import TransformerConfig, seen_share
-from jaxfb.planner import formula_bias
 from jaxfb.planner.attends import attends_over, context_method, runs_flash, scores_at_once
 from jaxfb.planner.counts import (
     computed_bytes,
@@ -33,10 +32,10 @@ from jaxfb.planner.counts import (
     tokens_of_piece,
     trained_numbers,
 )
-from jaxfb.planner.formula_pieces import pieces_in_flight, read_bytes, waiting_bytes
-from jaxfb.planner.formula_tables import head_bytes
-from jaxfb.planner.topology import Topology
-from jaxfb.planner.widths import (
+from jaxfb.planner.formula import bias
+from jaxfb.planner.formula.pieces import pieces_in_flight, read_bytes, waiting_bytes
+from jaxfb.planner.formula.tables import head_bytes
+from jaxfb.planner.formula.widths import (
     dense_width,
     hidden_width,
     kept_hidden_width,
@@ -47,6 +46,7 @@ from jaxfb.planner.widths import (
     saved_width,
     widest_of_attention,
 )
+from jaxfb.planner.topology import Topology
 from jaxfb.platforms import compiler
 from jaxfb.platforms.kinds import V5E
 from jaxfb.recomputation import remat_parts
@@ -262,7 +262,7 @@ def _layer_work_bytes(config: Config, sizes: TransformerConfig, topology: Topolo
     times /= 1 if has_backward(config, sizes) else 2
     products = product_width(sizes) + padding_width(config, sizes, topology)
     at_work = _scores(config, sizes, topology) + times * products / config.mesh.tensor + again
-    gathered = _gathered_keys_bytes(config, sizes, topology) + formula_bias.memory(config, sizes, topology)
+    gathered = _gathered_keys_bytes(config, sizes, topology) + bias.memory(config, sizes, topology)
     of_tokens = computed_bytes(config) * tokens * at_work
     return of_tokens + gathered + read_bytes(config, sizes) + _exchanged_rows_bytes(config, sizes)
 

@@ -20,11 +20,11 @@ from jax.sharding import Mesh
 
 from jaxfb import hlo
 from jaxfb.hlo import Collective, Instruction
-from jaxfb.planner.branches import TakenBranches, branch_of
 from jaxfb.planner.chips import Chip
-from jaxfb.planner.hlo_bytes import Bytes
-from jaxfb.planner.hlo_products import Products
-from jaxfb.planner.routing import Routed
+from jaxfb.planner.program_cost.branches import TakenBranches, branch_of
+from jaxfb.planner.program_cost.hlo_bytes import Bytes
+from jaxfb.planner.program_cost.hlo_products import Products
+from jaxfb.planner.program_cost.routing import Routed
 
 HOST = "host"
 """Stands for the axes of a mesh where a device reads from its host's memory, or writes to it."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from jaxfb.config import Config
-from jaxfb.models import splash
+from jaxfb.models.attention_kernels import splash
 from jaxfb.models.config import TransformerConfig, seen_share, twice_seen
 from jaxfb.models.pattern import stack_of
-from jaxfb.planner import formula_bias
 from jaxfb.planner.attends import attends_over, runs_flash, scores_at_once
 from jaxfb.planner.counts import attention_flops, has_backward, mean_over_layers
-from jaxfb.planner.formula_pieces import waiting_turns
+from jaxfb.planner.formula import bias
+from jaxfb.planner.formula.pieces import waiting_turns
 from jaxfb.planner.topology import Topology
 
 _SCORE_BYTES = {"none": 30}
@@ -20,14 +20,14 @@ the forward runs again."""
 def flops_of_kernels(config: Config, sizes: TransformerConfig, topology: Topology, again: float) -> float:
     """Counts what a token takes more of splash's kernels: scores twice more in the backward, of which there are seven
     products in place of four, and blocks on the diagonal of which half is masked; of pieces of a sequence, the wait for
-    late ones. Where all scores are made at once, those that are masked; on GPUs those that `formula_bias` counts.
+    late ones. Where all scores are made at once, those that are masked; on GPUs those that `bias.py` counts.
     """
     passes = 3 * (1 + again) if has_backward(config, sizes) else 1
     if scores_at_once(config, sizes, topology):
         counted = seen_share(sizes, config.data.sequence_length)
         return attention_flops(config, sizes) * (2 / counted - 1) * passes
     if topology.platform == "gpu":
-        return formula_bias.flops(config, sizes, topology) * passes
+        return bias.flops(config, sizes, topology) * passes
     if topology.platform != "tpu" or not runs_flash(config, sizes, topology):
         return 0.0
     length, attention = config.data.sequence_length, 3 * attention_flops(config, sizes)

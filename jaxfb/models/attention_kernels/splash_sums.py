@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxfb.models import splash
+from jaxfb.models.attention_kernels import splash
 from jaxfb.platforms.compat import splash_backward
 
 

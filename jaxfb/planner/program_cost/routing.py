@@ -17,7 +17,7 @@ from jaxfb.models.moe import how_dispatched
 from jaxfb.models.piece_attention import block_of_keys
 from jaxfb.parallel.expert import Space, spaces
 from jaxfb.planner.job import Job
-from jaxfb.planner.piece_turns import mean_turns
+from jaxfb.planner.program_cost.piece_turns import mean_turns
 
 _RAGGED = ("ragged_dot", "ragged_dot_general")
 

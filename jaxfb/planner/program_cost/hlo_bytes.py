@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from jaxfb import hlo
 from jaxfb.hlo import Instruction
 from jaxfb.hlo.text import arrays
-from jaxfb.planner import gpu_calls
+from jaxfb.planner.program_cost import gpu_calls
 
 _FREE = set(
     "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id iota add-dependency "

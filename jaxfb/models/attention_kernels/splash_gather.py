@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxfb.models import splash
+from jaxfb.models.attention_kernels import splash
 from jaxfb.parallel.collectives import gather_summing_wide
 from jaxfb.parallel.context import AXIS, size_here, zigzag
 from jaxfb.parallel.scores import PLAIN, Scores

@@ -1,0 +1,1 @@
+"""Estimates memory and time of a step by formula, with no trace and no compiler."""
