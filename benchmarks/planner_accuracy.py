@@ -1,6 +1,6 @@
 """Compares the planner's formula with the compilers, for every row of `real_sizes_tpu.json` and `real_sizes_gpu.json`.
 
-python benchmarks/planner_accuracy.py       # after either benchmark, or a change in jaxfb/planner/formula/; takes seconds
+python benchmarks/planner_accuracy.py       # after either benchmark, or a change of jaxfb/planner/formula/; seconds
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Causal attention of a piece of each sequence to itself and to the pieces before it.
 
-On a TPU splash's kernels compute it (`attention_kernels/splash_pieces.py`), elsewhere plain JAX does, here. The loop over blocks of
-earlier keys ends where the piece begins, so that piece p of n costs what its queries see, but for its own keys, which
-all of them are compared with. Nothing larger than the scores of one block of keys exists.
+On a TPU splash's kernels compute it (`attention_kernels/splash_pieces.py`), elsewhere plain JAX does, here. The loop
+over blocks of earlier keys ends where the piece begins, so that piece p of n costs what its queries see, but for its
+own keys, which all of them are compared with. Nothing larger than the scores of one block of keys exists.
 
 Shapes: R = rows, L = tokens of a piece, T = tokens of the sequence, H = heads, G = kv heads, K = head size.
 """
