@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from jaxfb.cli.given import hosts_given, model_of, run_dir_of
 from jaxfb.cli.options import FILTERS
 from jaxfb.process.exit_codes import DONE
+from jaxfb.process.signals import terminated_like_ctrl_c
 from jaxfb.refusal import Refused, integer
 
 
@@ -81,7 +82,8 @@ def import_hf(options) -> None:
     """Makes a run of a directory of Hugging Face files."""
     from jaxfb.training.hugging_face import import_run
 
-    target = import_run(options.directory, options.out)
+    with terminated_like_ctrl_c():  # which removes what was written
+        target = import_run(options.directory, options.out)
     print(f'wrote {target}; try: jaxfb generate {shlex.quote(str(target))} --prompt "..."')
 
 
@@ -89,5 +91,7 @@ def export_hf(options) -> None:
     """Writes a run as Hugging Face files."""
     from jaxfb.training.hugging_face import export_run
 
-    for path in export_run(options.run_dir, options.directory, options.dtype, options.adapter):
+    with terminated_like_ctrl_c():  # which removes what was written
+        written = export_run(options.run_dir, options.directory, options.dtype, options.adapter)
+    for path in written:
         print(f"wrote {path}")

@@ -89,9 +89,10 @@ def export_arrays(
     with new_directory(directory) as target:
         files = _files(target, leaves, dtypes, file_bytes)
         written = _written(files, leaves, parts_of, dtypes)
-        _write_json(target / "config.json", {**values, "dtype": name, "torch_dtype": name})
         index = [_write_index(target, files)] if len(files) > 1 else []
         carried = [] if companions is None else copy_companions(companions, target)
+        # last, since no program reads the others without it
+        _write_json(target / "config.json", {**values, "dtype": name, "torch_dtype": name})
     return [target / "config.json", *index, *written, *carried]
 
 

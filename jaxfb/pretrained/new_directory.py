@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,6 +13,7 @@ from jaxfb.process.os_errors import FULL
 from jaxfb.refusal import Refused
 
 NO_SPACE = FULL | {errno.EFBIG}
+UNFINISHED = "unfinished.tmp"
 
 
 def check_new(path: str | Path, option: str = "") -> Path:
@@ -23,6 +25,11 @@ def check_new(path: str | Path, option: str = "") -> Path:
       ValueError: files lie there.
     """
     target = Path(path)
+    if (target / UNFINISHED).is_dir():
+        raise Refused(
+            f"[hf] {target} has an unfinished model, which another process writes, or was killed while it wrote it; "
+            f"remove {target}, or choose another{option}"
+        )
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise Refused(f"[hf] {target} must be a new or an empty directory; choose another{option}")
     return target
@@ -50,6 +57,26 @@ def new_directory(path: str | Path, option: str = "") -> Iterator[Path]:
         if isinstance(error, OSError) and error.errno in NO_SPACE:
             error.filename, error.filename2 = str(target), None  # a copy names the file that it reads
         raise
+
+
+@contextmanager
+def whole_directory(path: str | Path, last: str) -> Iterator[Path]:
+    """Yields a directory inside a new one, whose files get their places at the end of the context.
+
+    Of a process that is killed before, nothing is there under the name of a model's file.
+
+    last: the file without which no program reads the others; it gets its place after them.
+
+    Raises:
+      As `new_directory`.
+    """
+    with new_directory(path) as target:
+        inside = target / UNFINISHED
+        inside.mkdir()
+        yield inside
+        for file in sorted(inside.iterdir(), key=lambda file: (file.name == last, file.name)):
+            os.replace(file, target / file.name)
+        inside.rmdir()
 
 
 def _empty(directory: Path) -> None:

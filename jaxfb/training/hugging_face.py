@@ -25,7 +25,7 @@ from jaxfb.pretrained.architectures import architecture_of, describe, sizes_of, 
 from jaxfb.pretrained.companions import CARRIED, carry, copy_companions
 from jaxfb.pretrained.export import export_arrays
 from jaxfb.pretrained.load import checked_leaves, load_part
-from jaxfb.pretrained.new_directory import NO_SPACE, check_new, new_directory
+from jaxfb.pretrained.new_directory import NO_SPACE, check_new, new_directory, whole_directory
 from jaxfb.pretrained.peft import save_adapter
 from jaxfb.pretrained.repository import open_repository, read_json
 from jaxfb.pretrained.tensor_files import NAMES
@@ -92,11 +92,13 @@ def export_run(
     source = saved_run(source, config)
     if adapter:
         return _export_adapter(source, config, Path(directory))
-    if RunDirectory(source).newest_update() is None and (files := weights_of(source, config)):
-        written = _export_files(files, Path(directory), dtype)
-    else:
-        written = _export_checkpoint(source, config, Path(directory), dtype)
-    return written + add_tokenizer(source, Path(directory))
+    with whole_directory(directory, last="config.json") as inside:
+        if RunDirectory(source).newest_update() is None and (files := weights_of(source, config)):
+            written = _export_files(files, inside, dtype)
+        else:
+            written = _export_checkpoint(source, config, inside, dtype)
+        written += add_tokenizer(source, inside)
+    return [Path(directory) / path.name for path in written]
 
 
 def _export_files(source: Path, target: Path, dtype: str | None) -> list[Path]:
@@ -127,7 +129,6 @@ def _export_checkpoint(source: Path, config: Any, target: Path, dtype: str | Non
     shapes = {path: leaf.shape for path, leaf in stored.items() if not path.endswith((A, B))}
     store = CheckpointStore(source / "checkpoints", keep_best=None)
     store.check_fit({"params": _nested(stored)}, store.existing(), partial=True)
-    target.mkdir(parents=True, exist_ok=True)  # what is wrong with the target is not damage of a checkpoint
     for step in reversed(store.steps()):
         try:
             store.check_fit({"params": _nested(stored)}, step, partial=True)

@@ -2,13 +2,14 @@
 
 import errno
 import os
+import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jaxfb.cli.commands import main
-from jaxfb.pretrained.new_directory import new_directory
+from jaxfb.pretrained.new_directory import UNFINISHED, check_new, new_directory
 from jaxfb.pretrained.tensor_files import Tensor, TensorFile
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -47,6 +48,46 @@ def test_a_second_attempt_finds_the_directory_new(tmp_path, command, monkeypatch
         assert main([verb, str(source), *given, *options]) == 74
     assert f"No space left on device: {out}" in capsys.readouterr().err and not out.exists()
     assert main([verb, str(source), *given, *options]) == 0
+
+
+@pytest.mark.parametrize("options", [[], ["--dtype", "float16"]], ids=["copied", "converted"])
+def test_an_export_that_is_killed_leaves_no_file_of_a_model(tmp_path, options, monkeypatch, capsys):
+    """The tokenizer and its template are written last; without them the directory would pass for a model."""
+    run, out = tmp_path / "run", tmp_path / "out"
+    assert main(["import-hf", str(GOLDEN / "hf_llama_tiny"), "--out", str(run)]) == 0
+    found, moved = [], []
+
+    def killed(source, target):
+        found.extend(path.name for path in out.iterdir())
+        raise FULL
+
+    with monkeypatch.context() as patch:
+        patch.setattr("jaxfb.training.hugging_face.add_tokenizer", killed)
+        assert main(["export-hf", str(run), str(out), *options]) == 74
+    assert found == [UNFINISHED] and not out.exists()
+    move = os.replace
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", lambda *paths: moved.append(Path(paths[1]).name) or move(*paths))
+        assert main(["export-hf", str(run), str(out), *options]) == 0
+    assert moved[-1] == "config.json" and set(moved) >= {path.name for path in out.iterdir()}
+    assert f"wrote {out / 'config.json'}" in capsys.readouterr().out
+
+
+def test_a_directory_with_an_unfinished_model_is_named(tmp_path):
+    (tmp_path / "out" / UNFINISHED).mkdir(parents=True)
+    with pytest.raises(ValueError, match=f"has an unfinished model.*remove {tmp_path / 'out'}"):
+        check_new(tmp_path / "out")
+
+
+@pytest.mark.parametrize("command", ["import-hf", "export-hf"])
+def test_sigterm_removes_what_was_written(tmp_path, command, monkeypatch, capsys):
+    run, out = tmp_path / "run", tmp_path / "out"
+    assert main(["import-hf", str(GOLDEN / "hf_llama_tiny"), "--out", str(run)]) == 0
+    given = [str(run), str(out)] if command == "export-hf" else [str(run / "hf"), "--out", str(out)]
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.copyfile", lambda *_: signal.raise_signal(signal.SIGTERM))
+        assert main([command, *given]) == 143
+    assert not out.exists()
 
 
 def test_a_part_of_a_tensor_is_mapped_where_the_disk_has_space_for_it(tmp_path, monkeypatch):
