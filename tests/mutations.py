@@ -2225,6 +2225,27 @@ MUTATIONS = (
         "rl/test_supervised.py::test_a_run_keeps_the_config_of_the_one_that_it_started_from",
     ),
     Mutation(
+        "a_models_description_before_its_tokenizer",
+        "pretrained/new_directory.py",
+        "key=lambda file: (file.name == last, file.name)",
+        "key=lambda file: file.name",
+        "pretrained/test_new_directory.py::test_an_export_that_is_killed_leaves_no_file_of_a_model",
+    ),
+    Mutation(
+        "forked_child_keeps_the_runs_signals",
+        "process/forks.py",
+        "    if ours:\n        signal.set_wakeup_fd(-1)\n",
+        "",
+        "process/test_forks.py::test_a_child_ends_by_signals_and_the_run_is_not_told_of_them",
+    ),
+    Mutation(
+        "forked_child_keeps_the_lock_of_a_run",
+        "process/forks.py",
+        "        os.close(file)\n",
+        "        pass\n",
+        "process/test_forks.py::test_a_child_that_outlives_a_killed_run_does_not_keep_its_directory",
+    ),
+    Mutation(
         "part_of_a_model_left_where_an_export_failed",
         "pretrained/new_directory.py",
         "            _empty(target)\n",

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import jax
 from jax.experimental import multihost_utils
 
+from jaxfb.process import forks  # noqa: F401  children that are forked do not catch what is caught here
 from jaxfb.process.exit_codes import RESUMABLE
 from jaxfb.process.signals import ENDING, HANGUP, caught_here
 from jaxfb.training.abort import foreign_handler

@@ -23,6 +23,7 @@ from typing import Any
 
 from jaxfb.config import ConfigError
 from jaxfb.metrics import check_writers
+from jaxfb.process.forks import close_in_children, forget
 from jaxfb.training.run_dir import PRIVATE, RunDirectory
 
 try:
@@ -82,6 +83,7 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
             with contextlib.suppress(OSError):
                 if self._is_current(file):  # not that of a run that lies here now
                     self.path.unlink()
+            forget(file)
             os.close(file)
         self._unmake()
 
@@ -108,6 +110,7 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
                     return None
                 if self._is_current(file):
                     self._sign(file)
+                    close_in_children(file)  # which may outlive this process
                     return file
             except BaseException:
                 os.close(file)
