@@ -2239,6 +2239,13 @@ MUTATIONS = (
         "process/test_forks.py::test_a_child_ends_by_signals_and_the_run_is_not_told_of_them",
     ),
     Mutation(
+        "given_step_damaged_in_a_librarys_words",
+        "checkpoint/store.py",
+        "return self._load_given(step,",
+        "return self._load(step,",
+        "checkpoint/test_checkpoint.py::test_damage_is_told_by_its_file",
+    ),
+    Mutation(
         "forked_child_keeps_the_lock_of_a_run",
         "process/forks.py",
         "        os.close(file)\n",

@@ -142,7 +142,7 @@ class CheckpointStore(SavedSteps):
         abstract_state = as_saved(abstract_state)
         if step is not None:
             integer("step", step, who=WHO, least=0, most=INT64)
-            return self._load(step, abstract_state, partial)
+            return self._load_given(step, abstract_state, partial)
         reasons = []
         for candidate in self._candidates():
             try:
@@ -297,6 +297,16 @@ class CheckpointStore(SavedSteps):
         """Returns the steps to try, newest first: those whose directory every process sees."""
         there = [set(steps) for steps in gathered(steps_in(self.directory))]
         return sorted(set.intersection(*there), reverse=True)
+
+    def _load_given(self, step: int, abstract_state: Any, partial: bool) -> tuple[Any, dict]:
+        """Does as `_load`; damage, which shows up as any of a dozen storage errors, is a StorageError."""
+        try:
+            return self._load(step, abstract_state, partial)
+        except (Refused, StorageError, *NOT_OF_A_FILE):
+            raise
+        except Exception as error:
+            found = damage(self.directory / str(step), error)
+            raise StorageError(f"[checkpoint] step {step} of {self.directory} {found}") from error
 
     def _load(self, step: int, abstract_state: Any, partial: bool) -> tuple[Any, dict]:
         """Returns state and host values of a step that every process can read; none has it if one cannot."""

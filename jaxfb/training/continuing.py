@@ -16,8 +16,9 @@ def after_a_loss(directory: RunDirectory, newest: int | None) -> str:
     if not directory.is_kept:
         return "start the run again"
     if directory.has_identity:
-        saved = "" if newest is None else f"update {newest} is saved in {directory.path}, and "
-        return f"{saved}later ones may be on the hosts' own disks: start the run again with --resume"
+        saved = f"update {newest} is saved in {directory.path}, and later ones"
+        saved = "checkpoints" if newest is None else saved
+        return f"{saved} may be on the hosts' own disks: start the run again with --resume"
     if newest is None:
         return "nothing is saved yet: start the run again"
     return f"update {newest} is saved: start the run again with --resume"

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import shutil
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import jax
 import numpy as np
@@ -56,12 +58,21 @@ class Dump:
     past: int
 
     def rows(self, process: int) -> PyTree | None:
-        """Returns the rows of that update which the process had; None where they were not kept."""
+        """Returns the rows of that update which the process had; None where they were not kept.
+
+        Raises:
+          StorageError: their file is damaged.
+        """
         path = self.path / f"rows-{process}.npz"
         if self.tree is None or not path.is_file():
             return None
-        with np.load(path, allow_pickle=False) as arrays:
-            return _rebuilt(self.tree, [arrays[f"a{index}"] for index in range(len(arrays))])
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                return _rebuilt(self.tree, [arrays[f"a{index}"] for index in range(len(arrays))])
+        except (BadZipFile, zlib.error, EOFError, ValueError, LookupError, TypeError):
+            raise StorageError(
+                f"[replay] {path} is damaged; remove it, and the rows are read from the run's data again"
+            ) from None
 
 
 def bits_of(metrics: StepMetrics) -> dict[str, str]:
@@ -144,7 +155,7 @@ def read_dump(path: str | Path) -> Dump:
                 f"[replay] {file} names no checkpoint: nothing had been saved, so there is no state to start from"
             )
         return Dump(file.parent, checkpoint=Path(checkpoint), step=step, **values)
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
         raise Refused(f"[replay] {file} is damaged, or of another version of jaxfb") from None
 
 

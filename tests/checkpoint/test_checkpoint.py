@@ -25,7 +25,7 @@ from processes import PATIENCE, free_port
 from jaxfb.checkpoint import step_directories
 from jaxfb.checkpoint import store as checkpoint
 from jaxfb.checkpoint.store import CannotWrite, CheckpointStore
-from jaxfb.refusal import Missing
+from jaxfb.refusal import Missing, StorageError
 
 
 def mesh_of(**sizes):
@@ -277,6 +277,9 @@ def test_damage_is_told_by_its_file(tmp_path, file, told):
     first, reason = str(refusal.value).splitlines()
     assert first.endswith("copy a whole one back, or train again with --fresh")
     assert reason == f"  step 5 is damaged: {told}"
+    with pytest.raises(StorageError) as of_the_step:  # the words of a library came
+        CheckpointStore(tmp_path).restore(state, 5)
+    assert str(of_the_step.value) == f"[checkpoint] step 5 of {tmp_path} is damaged: {told}"
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -26,7 +26,7 @@ from jaxfb.config import ConfigError, load_config
 from jaxfb.metrics import read_jsonl
 from jaxfb.planner import host_fit
 from jaxfb.process.launcher import Connection
-from jaxfb.training.continuing import after_a_loss_of, where_from
+from jaxfb.training.continuing import after_a_loss, after_a_loss_of, where_from
 from jaxfb.training.ending import where_it_lies
 from jaxfb.training.parameters import newest_params
 from jaxfb.training.run_dir import RunDirectory
@@ -496,6 +496,16 @@ def test_a_process_that_a_callback_has_stopped_tells_so_where_the_job_hangs(tmp_
         f"update; {plain}"
     )
     assert after_a_loss_of(run, 1) == plain
+
+
+def test_what_is_on_the_disks_of_hosts_is_told_before_anything_is_in_the_runs_directory(tmp_path):
+    """It began in the middle: "; later ones may be on the hosts' own disks"."""
+    directory = RunDirectory(tmp_path)
+    (directory.path / ".identity").touch()
+    assert directory.has_identity
+    again = "may be on the hosts' own disks: start the run again with --resume"
+    assert after_a_loss(directory, None) == f"checkpoints {again}"
+    assert after_a_loss(directory, 4) == f"update 4 is saved in {tmp_path}, and later ones {again}"
 
 
 def test_parameters_of_a_checkpoint_come_in_its_dtype_or_the_one_asked_for(tmp_path):
