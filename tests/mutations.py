@@ -2246,6 +2246,13 @@ MUTATIONS = (
         "checkpoint/test_checkpoint.py::test_damage_is_told_by_its_file",
     ),
     Mutation(
+        "damaged_program_stays_in_the_compile_cache",
+        "platforms/compat.py",
+        '            if "://" not in directory:\n',
+        '            if "://" in directory:\n',
+        "training/test_compile_cache.py::test_a_program_that_was_cut_short_is_written_again",
+    ),
+    Mutation(
         "forked_child_keeps_the_lock_of_a_run",
         "process/forks.py",
         "        os.close(file)\n",

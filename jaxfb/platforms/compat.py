@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, wraps
+from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax._src import core, distributed, source_info_util, xla_bridge
+from jax._src import compilation_cache, core, distributed, lru_cache, source_info_util, xla_bridge
 from jax._src.clusters import ClusterEnv
 from jax._src.interpreters import mlir
 from jax._src.lax import parallel
@@ -358,3 +359,26 @@ def splash_backward(
     masks = kernel.dq_mask_info, kernel.dkv_mask_info
     found = module._splash_attention_bwd(**kernel.kwargs, res=(*residuals, *masks), do=cotangent)
     return found[3], found[4], found[5]
+
+
+def replace_damaged_programs() -> None:
+    """Removes what cannot be read in the compile cache, so that the program is written again once it is compiled.
+
+    JAX keeps a file that was cut short, by a full disk or a kill, and compiles that program anew at every start.
+    """
+    read = compilation_cache.get_executable_and_time
+    if hasattr(read, "__wrapped__"):
+        return
+
+    @wraps(read)
+    def or_removed(key: str, *others: Any, **options: Any) -> Any:
+        try:
+            return read(key, *others, **options)
+        except Exception:
+            directory = str(config_value("jax_compilation_cache_dir"))
+            if "://" not in directory:
+                with contextlib.suppress(OSError):
+                    (Path(directory) / f"{key}{lru_cache._CACHE_SUFFIX}").unlink()
+            raise
+
+    compilation_cache.get_executable_and_time = or_removed

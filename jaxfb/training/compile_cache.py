@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 
 from jaxfb.data.cache import cache_directory
-from jaxfb.platforms.compat import config_value
+from jaxfb.platforms.compat import config_value, replace_damaged_programs
 
 PRIVATE = 0o700
 
@@ -24,6 +24,7 @@ def use_compile_cache(configured: str | Path | None = None) -> Path | None:
     Where this process simulates several CPU devices it stays off, unless a directory is named: a program from the
     cache can hang there (`jaxfb/platforms/cpu.py`).
     """
+    replace_damaged_programs()
     if given := config_value("jax_compilation_cache_dir"):
         return _checked(given)
     if configured is None and jax.default_backend() == "cpu" and jax.local_device_count() > 1:

@@ -2,9 +2,12 @@
 
 import errno
 import os
+import subprocess
+import sys
 
 import jax
 import pytest
+from processes import ROOT
 
 from jaxfb.training.compile_cache import use_compile_cache
 
@@ -59,3 +62,31 @@ def test_a_cache_on_a_read_only_disk_is_read(no_directory, monkeypatch):
     (no_directory / "asked").mkdir(mode=0o700)
     monkeypatch.setattr("pathlib.Path.chmod", read_only)
     assert use_compile_cache(no_directory / "asked") == no_directory / "asked"
+
+
+CUT = """
+import pathlib, sys, warnings
+import jax, jax.numpy as jnp
+from jaxfb.training.compile_cache import use_compile_cache
+warnings.simplefilter("ignore")
+directory = use_compile_cache(sys.argv[1])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+program = jax.jit(lambda x: jnp.sin(x) @ x)
+def sizes():
+    program(jnp.ones((4, 4)))
+    jax.clear_caches()
+    return [path.stat().st_size for path in sorted(directory.glob("jit__lambda*-cache"))]
+before = sizes()
+for path in directory.glob("*-cache"):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+print(len(before), sizes() == before)
+"""
+
+
+def test_a_program_that_was_cut_short_is_written_again(tmp_path):
+    """After a kill or a full disk during the first compilation every later start compiled anew."""
+    command = [sys.executable, "-c", CUT, str(tmp_path / "kept")]
+    alone = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, env=alone)
+    assert done.stdout.split() == ["1", "True"], done.stderr
