@@ -2253,6 +2253,13 @@ MUTATIONS = (
         "training/test_compile_cache.py::test_a_program_that_was_cut_short_is_written_again",
     ),
     Mutation(
+        "reward_changes_how_training_computes",
+        "rl/tasks.py",
+        "                jax.config.update(flag, value)\n",
+        "",
+        "rl/test_tasks.py::test_a_setting_of_jax_that_a_reward_changes_is_changed_back",
+    ),
+    Mutation(
         "forked_child_keeps_the_lock_of_a_run",
         "process/forks.py",
         "        os.close(file)\n",

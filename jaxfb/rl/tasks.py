@@ -7,21 +7,26 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any, NamedTuple, Protocol
 
+import jax
 import numpy as np
 
 from jaxfb.config.policy import each_once
 from jaxfb.data.chat import Chat, Message
 from jaxfb.data.conversations import ROLES
+from jaxfb.platforms.compat import config_value
 from jaxfb.process.forks import end_if_forked
 from jaxfb.process.position import here
 from jaxfb.refusal import Refused, choice, function, refuse, shown, text
+from jaxfb.training.agreement import FLAGS
 
 LISTED = 200_000
 LARGEST_REWARD = 1e18
@@ -123,7 +128,8 @@ def _judged(task: Task, name: str, problem: Problem, response: Response) -> Any:
     """Calls a task's function; an error of it becomes a refusal, before which a run saves what is done."""
     before, process = _asked(problem), os.getpid()
     try:
-        judged = getattr(task, name)(problem, response)
+        with _same_settings(name):
+            judged = getattr(task, name)(problem, response)
     except (Exception, SystemExit) as error:  # a reward may run code of a response, which may end the program
         end_if_forked(process, error)
         line = extract_tb(error.__traceback__)[-1]
@@ -140,6 +146,26 @@ def _judged(task: Task, name: str, problem: Problem, response: Response) -> Any:
             "begin; change a copy of them"
         )
     return judged
+
+
+@contextmanager
+def _same_settings(name: str) -> Iterator[None]:
+    """Undoes a change of those settings of jax that decide the bits, as a library that a reward imports may make one.
+
+    What follows would be computed otherwise, or, since process 0 alone judges, otherwise than on the other processes.
+    """
+    before = {flag: config_value(flag) for flag in FLAGS}
+    try:
+        yield
+    finally:
+        for flag, value in before.items():
+            if (now := config_value(flag)) != value:
+                jax.config.update(flag, value)
+                warnings.warn(
+                    f"[task] {name} changed {flag} from {value} to {now}, by which training would compute otherwise; "
+                    "it is changed back",
+                    stacklevel=4,
+                )
 
 
 def _as_array(value: Any) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Problems can be checked, train and held-out ones are apart; rewards sit on last tokens."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -55,3 +56,20 @@ def test_each_reward_is_progress_to_the_check_for_hung_processes():
     assert here.ticks == before + 1
     checked_correct(task, task.train[0], Response.of("1", np.array([49]), False))
     assert here.ticks == before + 2
+
+
+@pytest.mark.parametrize("judge", [checked_reward, checked_correct])
+def test_a_setting_of_jax_that_a_reward_changes_is_changed_back(judge):
+    """What a run trained from then on had other bits than before, without a word."""
+
+    class Changes:
+        def reward(self, problem, response):
+            jax.config.update("jax_default_matmul_precision", "bfloat16")
+            return True
+
+        is_correct = reward
+
+    before = jax.config.jax_default_matmul_precision
+    with pytest.warns(UserWarning, match=f"jax_default_matmul_precision from {before} to bfloat16"):
+        assert judge(Changes(), Problem("1+1=", "2"), Response("2"))
+    assert jax.config.jax_default_matmul_precision == before
