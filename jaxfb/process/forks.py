@@ -1,4 +1,4 @@
-"""What a process that is forked from a run has of it: neither its signals nor its lock, and it does not continue it.
+"""Keeps processes that are forked from a run from catching its signals, holding its lock and continuing it.
 
 Rewards, callbacks and data sources fork, such as by `multiprocessing` with the start method "fork". A child that caught
 SIGTERM as the run does would not end by `terminate`, and would tell the run's own listener of it, which ends the run at
@@ -44,7 +44,7 @@ def end_if_forked(process: int, error: BaseException | None = None) -> None:
 
 
 def _before() -> None:
-    # one that came before the child has handlers of its own would be told to the run
+    # a signal to the child that came before `_in_child` would count as one to the run
     _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
 
 
