@@ -27,8 +27,8 @@ from jaxfb.config import load_config  # noqa: E402
 from jaxfb.config.sections import HostsConfig  # noqa: E402
 from jaxfb.guard.devices import differing_replicas  # noqa: E402
 from jaxfb.trainer import make_work  # noqa: E402
-from jaxfb.training.hosts import Hosts  # noqa: E402
-from jaxfb.training.rerun import update_twice  # noqa: E402
+from jaxfb.training.guarding.rerun import update_twice  # noqa: E402
+from jaxfb.training.job.hosts import Hosts  # noqa: E402
 
 ROUNDS, SAVES = 11, 100
 SETTINGS = (

@@ -28,23 +28,24 @@ from jaxfb.inference.model import open_model
 from jaxfb.inference.prompts import check_prompt
 from jaxfb.metrics.strict_json import strict_json
 from jaxfb.refusal import Refused, boolean, function_of, instance, integer, number, refuse
-from jaxfb.training import loop, report
-from jaxfb.training.agreement import what_is_made, what_runs
-from jaxfb.training.changes import check_model, other_text
+from jaxfb.training import loop
 from jaxfb.training.compile_cache import use_compile_cache
 from jaxfb.training.custom import Custom, described, make_custom
 from jaxfb.training.evaluate import HeldOut
 from jaxfb.training.guard import DeviceFault, GuardAbort, NonFiniteAbort, SpikeAbort
-from jaxfb.training.hosts import Hosts
+from jaxfb.training.guarding.replay import Replay, replay
+from jaxfb.training.job.agreement import what_is_made, what_runs
+from jaxfb.training.job.hosts import Hosts
+from jaxfb.training.job.watch import LostProcess
 from jaxfb.training.open_mesh import with_mesh
 from jaxfb.training.origins import of_model
 from jaxfb.training.parameters import newest_params
+from jaxfb.training.persistence.changes import check_model, other_text
 from jaxfb.training.pretraining import Pretraining
-from jaxfb.training.replay import Replay, replay
+from jaxfb.training.reporting import report
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.session import Result
 from jaxfb.training.setup import Setup, make_setup
-from jaxfb.training.watch import LostProcess
 from jaxfb.training.work import Work
 
 __all__ = [
@@ -76,7 +77,8 @@ def train(
     """Trains from a config; everything it makes is in `config.run.dir`.
 
     SIGINT, SIGTERM and SIGHUP end it after the update in progress, saved. On several processes every one calls this.
-    One run at a time writes into a directory (`jaxfb.training.run_lock`); one that is refused changes no file there.
+    One run at a time writes into a directory (`jaxfb.training.persistence.run_lock`); one that is refused changes no
+    file there.
 
     Args:
       config: as `load_config` returns it.

@@ -14,11 +14,11 @@ NEVER_IMPORTED = {
     *("urllib", "http", "requests", "httpx", "aiohttp", "ftplib", "smtplib", "xmlrpc", "huggingface_hub"),
 }
 CONNECT = {
-    "training/abort.py",
-    "training/hosts.py",
-    "training/join.py",
-    "training/local_tier.py",
-    "training/run_lock.py",
+    "training/job/abort.py",
+    "training/job/hosts.py",
+    "training/job/join.py",
+    "training/persistence/local_tier.py",
+    "training/persistence/run_lock.py",
     "process/launcher.py",
     "process/loopback.py",
 }

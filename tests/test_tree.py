@@ -21,6 +21,9 @@ WITHIN = {
     "forward_backward": "arguments reduce microbatches packed loss_function sequential layers "
     "accumulate head_placement in_place pipeline offered options strategies resolved spmd_program calls by_context "
     "engine equivalence",
+    "training": "run_dir machine profile compile_cache from_config setup exported_tokenizer parameters hugging_face "
+    "origins check guard rows evaluate phases goodput ending job open_mesh persistence session log work guarding "
+    "reporting windowed_work pretraining custom updates loop",
     "update": "arguments train_state pipeline_state attempt conditional extra_arguments apply streamed states "
     "programs on_mesh split_step train_step",
     "checkpoint": "manifest stored_parts record obstacles damage step_directories together write_errors abandoned "

@@ -14,7 +14,7 @@ from jaxfb.config import load_config
 from jaxfb.config.operation import HostsConfig
 from jaxfb.parallel.totals import checksums
 from jaxfb.trainer import make_work
-from jaxfb.training.hosts import Hosts
+from jaxfb.training.job.hosts import Hosts
 
 Sums = dict[str, Any]
 

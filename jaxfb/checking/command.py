@@ -12,7 +12,7 @@ from jaxfb.checking.found import Found
 from jaxfb.checking.search import search
 from jaxfb.checking.shrink import MOST_TRIES
 from jaxfb.checking.worker import Setup
-from jaxfb.training.simulated import simulate_devices
+from jaxfb.training.job.simulated import simulate_devices
 
 
 def random_check(

@@ -21,7 +21,7 @@ from jaxfb.checking.case import Case
 from jaxfb.checking.draw import NUM_DEVICES, draw
 from jaxfb.checking.outcome import ABORTED, HUNG, SAME, Outcome
 from jaxfb.refusal import Refused, shown
-from jaxfb.training.simulated import simulate_devices
+from jaxfb.training.job.simulated import simulate_devices
 
 CASES_OF_ONE_PROCESS = 50  # compiled programs stay in memory
 START = 300.0  # seconds until a process has imported everything

@@ -11,7 +11,7 @@ from jaxfb.cli.keys import as_typed
 from jaxfb.cli.options import RANDOM
 from jaxfb.process.exit_codes import DONE, FAILED
 from jaxfb.refusal import Refused
-from jaxfb.training.simulated import simulate_devices
+from jaxfb.training.job.simulated import simulate_devices
 
 if TYPE_CHECKING:
     from jaxfb.forward_backward.equivalence import Equivalence
@@ -122,11 +122,11 @@ def chaos(options) -> int:
 
 def replay(options) -> int:
     """Computes a dumped update again; returns the exit code."""
-    from jaxfb.training.dump import read_dump
+    from jaxfb.training.guarding.dump import read_dump
 
     dump = read_dump(options.dump)
     from jaxfb import rl, trainer
-    from jaxfb.training import replay
+    from jaxfb.training.guarding import replay
 
     is_post_training = any(section in dump.config for section in ("conversations", "preferences", "task"))
     make_work = rl.make_work if is_post_training else trainer.make_work

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from jaxfb.cli.options import SCHEDULE_COSTS
-from jaxfb.training.simulated import without_devices
+from jaxfb.training.job.simulated import without_devices
 
 
 def init(options) -> None:

@@ -31,7 +31,7 @@ def evaluate(options) -> int:
 
 def _unless_lost(run: Callable[[], object]) -> int:
     """Returns the exit code of a command that several processes may run together."""
-    from jaxfb.training.watch import LostProcess
+    from jaxfb.training.job.watch import LostProcess
 
     try:
         run()

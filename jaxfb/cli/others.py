@@ -17,7 +17,7 @@ SECONDS = 30.0  # in which the others may come; they are started with this one
 SHORTLY = 5.0  # seconds after which a process that still waits for them explains it
 JOINING = (*LAUNCHED, "replay", "eval", "generate")
 BY_FLAGS_ALONE = ("eval", "generate")
-# what a launcher of several processes sets, or a user; `training/cluster.py` reads them, with jax
+# what a launcher of several processes sets, or a user; `training/job/cluster.py` reads them, with jax
 SIGNS = (
     "JAX_COORDINATOR_ADDRESS",
     "SLURM_STEP_NODELIST",
@@ -54,7 +54,7 @@ def _join_and_fail(options: Any, error: BaseException, seconds: float) -> None:
     """Joins the job, and leaves it as a process that has failed; nothing where this process is alone."""
     with suppress(Exception):
         from jaxfb.config.operation import HostsConfig
-        from jaxfb.training.hosts import Hosts
+        from jaxfb.training.job.hosts import Hosts
 
         given: dict[str, Any] = {name: getattr(options, name, None) for name in HOSTS}
         # this thread is left to itself before the time limit, at which joining ends the process

@@ -16,7 +16,7 @@ from jaxfb.inference.model import files_of, open_model
 from jaxfb.inference.scores import Scorer, perplexity
 from jaxfb.metrics.strict_json import strict_json
 from jaxfb.training.compile_cache import use_compile_cache
-from jaxfb.training.hosts import Hosts
+from jaxfb.training.job.hosts import Hosts
 
 PLACE = ("coordinator", "processes", "process_id")
 SAMPLING = ("tokens", "temperature", "top_k", "top_p", "min_p", "seed")

@@ -27,13 +27,13 @@ from jaxfb.parallel.tensor import transformer_param_specs
 from jaxfb.pretrained.companions import CARRIED, OF_A_TOKENIZER
 from jaxfb.pretrained.repository import holds_weights
 from jaxfb.refusal import Refused, choice
-from jaxfb.training.changes import check_model
 from jaxfb.training.from_config.dtypes import enable_float64
 from jaxfb.training.from_config.options import engine_options
 from jaxfb.training.from_config.sizes import abstract_params, built_in, model_sizes
 from jaxfb.training.open_mesh import with_layout
 from jaxfb.training.origins import MISSING, of_model
 from jaxfb.training.parameters import newest_params
+from jaxfb.training.persistence.changes import check_model
 from jaxfb.training.run_dir import RunDirectory
 
 PyTree = Any

@@ -18,7 +18,7 @@ from jaxfb.refusal import Refused, instance, shown
 if TYPE_CHECKING:
     from jaxfb.callbacks import Callback
     from jaxfb.rl.tasks import Task
-    from jaxfb.training.hosts import Hosts
+    from jaxfb.training.job.hosts import Hosts
     from jaxfb.training.session import Result
     from jaxfb.training.work import Work
 

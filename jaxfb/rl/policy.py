@@ -41,9 +41,9 @@ from jaxfb.rl.supervised import fine_tuned
 from jaxfb.rl.tasks import Arithmetic, Task, check_task, fingerprint, messages_of
 from jaxfb.rl.work import PostTraining, flat
 from jaxfb.trainable import joined
-from jaxfb.training.changes import changes_between
 from jaxfb.training.from_config.dtypes import compute_dtype, param_dtype
 from jaxfb.training.machine import check_sampler, check_table
+from jaxfb.training.persistence.changes import changes_between
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.update.pipeline_state import in_model_order
 from jaxfb.update.train_state import StepMetrics, TrainState

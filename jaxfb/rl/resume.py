@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxfb.config.post_training import RLConfig
 from jaxfb.refusal import Refused
-from jaxfb.training.changes import ABSENT, Change, changes_between
+from jaxfb.training.persistence.changes import ABSENT, Change, changes_between
 
 # What a rollout's rows were made by, and what its updates compare them with.
 OF_A_ROLLOUT = (

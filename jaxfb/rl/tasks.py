@@ -26,7 +26,7 @@ from jaxfb.platforms.compat import config_value
 from jaxfb.process.forks import end_if_forked
 from jaxfb.process.position import here
 from jaxfb.refusal import Refused, choice, function, refuse, shown, text
-from jaxfb.training.agreement import FLAGS
+from jaxfb.training.job.agreement import FLAGS
 
 LISTED = 200_000
 LARGEST_REWARD = 1e18

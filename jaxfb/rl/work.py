@@ -13,8 +13,8 @@ from jaxfb.config.post_training import COMMANDS
 from jaxfb.models.trained_flops import trained_flops
 from jaxfb.refusal import Refused
 from jaxfb.rl.start import Base
-from jaxfb.training.agreement import devices_and_mesh
 from jaxfb.training.from_config.sizes import abstract_params, config_with_model
+from jaxfb.training.job.agreement import devices_and_mesh
 from jaxfb.training.parameters import carry_from
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.work import Work

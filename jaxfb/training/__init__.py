@@ -1,5 +1,6 @@
-"""Contains the parts of the trainer, in the order in which a run uses them; `jaxfb.trainer` runs them.
+"""Runs training: everything that `jaxfb.trainer` and `jaxfb.rl` need around the train step.
 
-from_config and setup (config to everything a run is made of), run_dir and compile_cache (where it lives), batches
-(rows to devices), evaluate, log, guard and interrupt (what may end it early), report and sample (what it shows).
+In the order of a run: `from_config` and `setup` make what it consists of from its config, `job` joins its processes,
+`rows` feeds it, `persistence` and `session` know what is saved and done, `guarding` notices updates that went wrong,
+and `loop` runs all of it for each `work` (pretraining, your own model, post-training).
 """

@@ -19,13 +19,13 @@ from jaxfb.forward_backward.sequential import as_loss_fn
 from jaxfb.mesh import make_mesh
 from jaxfb.refusal import Refused, function_of, shown
 from jaxfb.registry import load
-from jaxfb.training.agreement import devices_and_mesh
-from jaxfb.training.batches import rows_here
 from jaxfb.training.from_config.dtypes import enable_float64
 from jaxfb.training.from_config.optimizer import check_optimizer, optimizer
 from jaxfb.training.from_config.options import step_options
 from jaxfb.training.from_config.plans import length_of, run_plan, train_plan
-from jaxfb.training.own_rows import OwnRows, own_rows
+from jaxfb.training.job.agreement import devices_and_mesh
+from jaxfb.training.rows.batches import rows_here
+from jaxfb.training.rows.own_rows import OwnRows, own_rows
 from jaxfb.training.windowed_work import WindowedWork
 from jaxfb.training.work import Say, Table
 from jaxfb.types import LossFn, Pipelined

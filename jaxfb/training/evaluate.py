@@ -10,7 +10,7 @@ from jaxfb.data import Baselines, bits_per_byte, count_baselines, evaluation_bat
 from jaxfb.data.mixture import MixedRows
 from jaxfb.data.packing import Rows
 from jaxfb.process.position import here
-from jaxfb.training.batches import place, rows_here
+from jaxfb.training.rows.batches import place, rows_here
 from jaxfb.training.setup import Setup
 from jaxfb.types import Sum
 

@@ -22,18 +22,18 @@ from jaxfb.process.fault_points import reach
 from jaxfb.process.launcher import tell_begun
 from jaxfb.refusal import Refused, boolean
 from jaxfb.registry import attribute_of
-from jaxfb.training.agreement import what_runs
 from jaxfb.training.compile_cache import use_compile_cache
-from jaxfb.training.continuing import after_a_loss, after_a_loss_of, already_finished, where_from
-from jaxfb.training.finish import finish
-from jaxfb.training.hosts import Hosts
-from jaxfb.training.interrupt import Interrupt, Stopped, keep_for_good, stopped_early
+from jaxfb.training.job.agreement import what_runs
+from jaxfb.training.job.hosts import Hosts
+from jaxfb.training.job.interrupt import Interrupt, Stopped, keep_for_good, stopped_early
 from jaxfb.training.log import Log
 from jaxfb.training.open_mesh import with_mesh
+from jaxfb.training.persistence.run_lock import RunLock, claim
+from jaxfb.training.persistence.undo import Undo
+from jaxfb.training.reporting.continuing import after_a_loss, after_a_loss_of, already_finished, where_from
+from jaxfb.training.reporting.finish import finish
 from jaxfb.training.run_dir import RunDirectory
-from jaxfb.training.run_lock import RunLock, claim
 from jaxfb.training.session import Result, Run
-from jaxfb.training.undo import Undo
 from jaxfb.training.updates import Updates
 from jaxfb.training.work import Work
 

@@ -14,7 +14,7 @@ import jax
 from jaxfb.config import Config, config_from_dict, config_to_dict
 from jaxfb.config.sections import AutoMesh
 from jaxfb.registry import attribute_of
-from jaxfb.training.hosts import Hosts
+from jaxfb.training.job.hosts import Hosts
 from jaxfb.training.run_dir import RunDirectory
 
 _CHOOSE = "jaxfb.planner.auto", "choose_here"

@@ -16,14 +16,14 @@ from jaxfb.config import Config, config_from_dict
 from jaxfb.config.own_model import OwnModelConfig
 from jaxfb.models.lora import without_adapters
 from jaxfb.refusal import Refused
-from jaxfb.training import report
-from jaxfb.training.agreement import what_is_made
-from jaxfb.training.batches import HostBatch, WindowReader
 from jaxfb.training.evaluate import TERM, HeldOut
 from jaxfb.training.from_config.optimizer import optimizer
 from jaxfb.training.from_config.plans import run_plan
+from jaxfb.training.job.agreement import what_is_made
 from jaxfb.training.log import named_numbers
 from jaxfb.training.parameters import begun, carry_from, params_in, with_given_adapter
+from jaxfb.training.reporting import report
+from jaxfb.training.rows.batches import HostBatch, WindowReader
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.session import Run
 from jaxfb.training.setup import Setup

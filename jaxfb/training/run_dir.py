@@ -7,7 +7,7 @@ metrics.jsonl checkpoints/<update>/       what happened
 summary.json loss.png sample.txt          what came of it
 .identity                                 a name for what lies on the hosts' own disks
 .saved                                    left once a checkpoint is complete, so that lost ones are missed
-.lock                                     while a run writes here (`jaxfb.training.run_lock`)
+.lock                                     while a run writes here (`jaxfb.training.persistence.run_lock`)
 """
 
 from __future__ import annotations

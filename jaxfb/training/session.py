@@ -15,16 +15,16 @@ from jaxfb.checkpoint.store import CheckpointStore
 from jaxfb.config import config_to_dict
 from jaxfb.process.fault_points import reach
 from jaxfb.process.position import here
-from jaxfb.training.agreement import package_versions
-from jaxfb.training.changes import changes_between, listing, skipped_too_late
 from jaxfb.training.goodput import Goodput
 from jaxfb.training.guard import NonFiniteAbort, listed, trained, unsound_leaves
-from jaxfb.training.local_tier import LocalTier, local_tier
+from jaxfb.training.job.agreement import package_versions
+from jaxfb.training.persistence.changes import changes_between, listing, skipped_too_late
+from jaxfb.training.persistence.local_tier import LocalTier, local_tier
+from jaxfb.training.persistence.resume import CheckpointSources
+from jaxfb.training.persistence.run_lock import OpenDirectory
+from jaxfb.training.persistence.working_directory import WorkingDirectory
 from jaxfb.training.phases import Phases
-from jaxfb.training.resume import CheckpointSources
 from jaxfb.training.run_dir import RunDirectory
-from jaxfb.training.run_lock import OpenDirectory
-from jaxfb.training.working_directory import WorkingDirectory
 
 if TYPE_CHECKING:
     from jaxfb.training.work import Work

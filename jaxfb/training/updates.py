@@ -13,16 +13,16 @@ from jaxfb.metrics import Pending
 from jaxfb.platforms.runtime_errors import as_runtime_errors
 from jaxfb.process.fault_points import reach
 from jaxfb.process.position import here
-from jaxfb.training.continuing import again, saved
-from jaxfb.training.disk import bytes_of, lack_of_space
 from jaxfb.training.ending import after_failures, after_fault
 from jaxfb.training.guard import DeviceFault, GuardAbort, NonFiniteAbort
-from jaxfb.training.guards import Guards, Spike
-from jaxfb.training.hosts import Hosts, RefusedByAll
-from jaxfb.training.interrupt import Interrupt
+from jaxfb.training.guarding.guards import Guards, Spike
+from jaxfb.training.job.hosts import Hosts, RefusedByAll
+from jaxfb.training.job.interrupt import Interrupt
 from jaxfb.training.origins import origins
+from jaxfb.training.persistence.disk import bytes_of, lack_of_space
+from jaxfb.training.persistence.undo import Undo
+from jaxfb.training.reporting.continuing import again, saved
 from jaxfb.training.session import Run
-from jaxfb.training.undo import Undo
 from jaxfb.update.train_state import StepMetrics
 
 OWN = ("data_wait", "callbacks", "logging")  # phases in which a process does not wait for others

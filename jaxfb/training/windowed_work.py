@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jaxfb.batch_plan import BatchPlan, RunPlan, explain_difference
 from jaxfb.refusal import Refused
-from jaxfb.training.batches import parts_of_update, place
+from jaxfb.training.rows.batches import parts_of_update, place
 from jaxfb.training.work import Work
 from jaxfb.update.train_state import StepMetrics, TrainState
 from jaxfb.update.train_step import TrainStep

@@ -22,8 +22,8 @@ from jaxfb.checkpoint.store import CannotWrite
 from jaxfb.config.operation import LocalConfig
 from jaxfb.metrics import read_jsonl
 from jaxfb.parallel.totals import checksums
-from jaxfb.training.local_tier import LocalTier, Name, chosen, shift
-from jaxfb.training.snapshot import put_back, read, taken, write
+from jaxfb.training.persistence.local_tier import LocalTier, Name, chosen, shift
+from jaxfb.training.persistence.snapshot import put_back, read, taken, write
 
 EVERY = 3
 
@@ -401,7 +401,7 @@ def test_local_checkpoints_that_may_not_be_read_end_the_run(mesh, tmp_path, monk
     if what == "directory":
         monkeypatch.setattr(os, "scandir", deny)
     else:
-        monkeypatch.setattr("jaxfb.training.local_tier.read", deny)
+        monkeypatch.setattr("jaxfb.training.persistence.local_tier.read", deny)
     with pytest.raises(
         Unreadable, match="local checkpoints .* cannot be read: Permission denied: .*/x; correct that"
     ):

@@ -18,8 +18,8 @@ from jaxfb.checkpoint.store import CannotWrite, CheckpointStore
 from jaxfb.cli.commands import main
 from jaxfb.config import load_config
 from jaxfb.metrics import JsonlWriter, read_jsonl
-from jaxfb.training import disk
 from jaxfb.training.guard import NonFiniteAbort, unsound_leaves
+from jaxfb.training.persistence import disk
 from jaxfb.training.pretraining import Pretraining
 from jaxfb.training.run_dir import RunDirectory
 

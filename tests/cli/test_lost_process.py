@@ -4,7 +4,7 @@ import pytest
 
 from jaxfb.cli.commands import main
 from jaxfb.inference import command
-from jaxfb.training.watch import LostProcess
+from jaxfb.training.job.watch import LostProcess
 
 COMMANDS = {
     "eval": (["eval", "hf", "--text", "a.txt"], "evaluate"),

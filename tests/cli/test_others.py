@@ -6,7 +6,7 @@ import pytest
 
 from jaxfb.cli import others
 from jaxfb.cli.commands import main
-from jaxfb.training import cluster, hosts
+from jaxfb.training.job import cluster, hosts
 
 PLACE = ("--coordinator", "127.0.0.1:1", "--processes", "2", "--process-id", "1")
 

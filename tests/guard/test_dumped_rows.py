@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxfb.refusal import Refused, StorageError
-from jaxfb.training.dump import FORMAT, _rebuilt, _save_rows, read_dump
+from jaxfb.training.guarding.dump import FORMAT, _rebuilt, _save_rows, read_dump
 
 ARRAYS = [np.arange(6).reshape(2, 3), np.ones((2, 1), np.float32), np.array([True, False])]
 

@@ -16,7 +16,7 @@ import jaxfb
 from jaxfb.chaos.injectors import AfterUpdate, with_flipped_bit
 from jaxfb.metrics import read_jsonl
 from jaxfb.training.guard import DeviceFault, SpikeAbort
-from jaxfb.training.rerun import Verdict
+from jaxfb.training.guarding.rerun import Verdict
 
 SPIKE = 20
 
@@ -323,7 +323,7 @@ def test_a_device_that_fails_again_is_named(tmp_path, monkeypatch):
         params = {"w": with_flipped_bit(state.params["w"], 0, element=1, bit=bit)}
         return dataclasses.replace(state, params=params)
 
-    monkeypatch.setattr("jaxfb.training.rerun.failed_self_test", lambda mesh: [1])
+    monkeypatch.setattr("jaxfb.training.guarding.rerun.failed_self_test", lambda mesh: [1])
     with pytest.raises(DeviceFault, match="device 1 fails a fixed computation"):
         train(tmp_path, updates=6, verify_every=2, callbacks=[AfterUpdate(4, worse, times=9)])
 
@@ -470,7 +470,7 @@ def test_a_disk_that_does_not_take_the_dump_does_not_hide_why_a_run_has_ended(tm
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(f"jaxfb.training.dump.{what}", full)
+    monkeypatch.setattr(f"jaxfb.training.guarding.dump.{what}", full)
     bad = [BeforeUpdate(update, unsafe) for update in (2, 3)]
     with pytest.raises(
         jaxfb.trainer.NonFiniteAbort, match="not finite.*no dump .* was written: .*No space left"
@@ -500,7 +500,7 @@ def test_the_dump_of_spikes_replays_from_the_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("text", ("", "{}", '{"format": 9}', "[1]"))
 def test_what_is_no_dump_is_refused(tmp_path, text):
-    from jaxfb.training.dump import read_dump
+    from jaxfb.training.guarding.dump import read_dump
 
     with pytest.raises(ValueError, match="not a dump"):
         read_dump(tmp_path / "nowhere")

@@ -56,8 +56,8 @@ from jaxfb.rl.tasks import Arithmetic
 from jaxfb.schedules import KINDS, make
 from jaxfb.schedules.draw import timeline_figure
 from jaxfb.trainable import checked_patterns, pruned
-from jaxfb.training.cluster import find_place
 from jaxfb.training.from_config.sizes import model_sizes
+from jaxfb.training.job.cluster import find_place
 from jaxfb.training.machine import check_continuation
 from tests.data.test_loader import numbered_rows
 from tests.rl.test_checks import plan_of, with_

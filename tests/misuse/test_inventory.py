@@ -26,11 +26,12 @@ NOT_DATA = {
     "another directory, or the settings of the run that is saved in it": """
         checkpoint/store.py::CheckpointStore.save data/loader.py::Loader.restore
         pretrained/new_directory.py::check_new
-        rl/work.py::PostTraining.check_same_text training/changes.py::check_changes
-        training/dump.py::read_dump training/loop.py::_check_stop training/own_rows.py::_Indexed.restore
-        training/own_rows.py::_check_kind training/run_dir.py::RunDirectory.check
+        rl/work.py::PostTraining.check_same_text training/persistence/changes.py::check_changes
+        training/guarding/dump.py::read_dump training/loop.py::_check_stop training/rows/own_rows.py::_Indexed.restore
+        training/rows/own_rows.py::_check_kind training/run_dir.py::RunDirectory.check
         training/run_dir.py::RunDirectory.refuse_unless_free
-        training/run_dir.py::RunDirectory.refuse_unless_run training/resume.py::CheckpointSources._check_newest
+        training/run_dir.py::RunDirectory.refuse_unless_run
+        training/persistence/resume.py::CheckpointSources._check_newest
     """,
     "a flag of the command line": """
         cli/bench.py::_without_parser cli/bench.py::directory cli/checks.py::chaos cli/training.py::launch
@@ -43,7 +44,7 @@ NOT_DATA = {
         schedules/command.py::_check_costs schedules/command.py::_required
     """,
     "other processes, devices or slices": """
-        mesh.py::make_mesh training/cluster.py::_numbered training/machine.py::check_model
+        mesh.py::make_mesh training/job/cluster.py::_numbered training/machine.py::check_model
         training/machine.py::check_sampler training/machine.py::check_table
     """,
     "other code of the caller's: a model, a loss, a callback, a table, rows": """

@@ -11,7 +11,7 @@ import os, signal, sys, time, warnings
 warnings.simplefilter("ignore")
 """
 SIGNALS = """
-from jaxfb.training import interrupt
+from jaxfb.training.job import interrupt
 interrupt.ONE_SIGNAL = 0.0
 with interrupt.Interrupt() as run:
     run.begun = True
@@ -33,7 +33,7 @@ with interrupt.Interrupt() as run:
 """
 LOCK = """
 from pathlib import Path
-from jaxfb.training.run_lock import RunLock
+from jaxfb.training.persistence.run_lock import RunLock
 lock = RunLock(Path(sys.argv[1]) / "run")
 lock.acquire()
 reader, writer = os.pipe()

@@ -9,7 +9,7 @@ import pytest
 
 from jaxfb.display import Progress
 from jaxfb.process.streams import WhileTaken
-from jaxfb.training import watch
+from jaxfb.training.job import watch
 
 FULL = Path("/dev/full")
 needs_full = pytest.mark.skipif(not FULL.exists(), reason="no device that is always full")

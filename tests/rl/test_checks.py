@@ -25,8 +25,8 @@ from jaxfb.rl.resume import refuse_other_rollout
 from jaxfb.rl.sampler import Sampler
 from jaxfb.rl.start import check_head, make_base
 from jaxfb.rl.tasks import Arithmetic, BadJudgement, Problem, Response, checked_correct, checked_reward
-from jaxfb.training.changes import changes_between
-from jaxfb.training.continuing import again, already_finished
+from jaxfb.training.persistence.changes import changes_between
+from jaxfb.training.reporting.continuing import again, already_finished
 from tests.rl.test_policy import PPO, TINY
 
 LENGTH = 8

@@ -5,7 +5,7 @@ import pytest
 from jaxfb.config import config_to_dict
 from jaxfb.rl.policy import make_policy_work
 from jaxfb.rl.tasks import Problem
-from jaxfb.training.agreement import check_agreement
+from jaxfb.training.job.agreement import check_agreement
 from tests.rl.test_checks import with_
 
 WORDS = ("alpha", "beta", "gamma")

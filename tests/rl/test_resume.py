@@ -20,10 +20,10 @@ from jaxfb.config.load import config_from_dict
 from jaxfb.metrics import read_jsonl
 from jaxfb.rl.preference import make_preference_work
 from jaxfb.rl.supervised import make_supervised_work
-from jaxfb.training.changes import check_changes
 from jaxfb.training.ending import length_key
 from jaxfb.training.guard import NonFiniteAbort
-from jaxfb.training.run_lock import RunLock
+from jaxfb.training.persistence.changes import check_changes
+from jaxfb.training.persistence.run_lock import RunLock
 
 CONFIG = {
     "model": {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "mlp_size": 16, "tied_embeddings": True},

@@ -24,15 +24,15 @@ from jaxfb.config import load_config
 from jaxfb.config.operation import HostsConfig
 from jaxfb.process.position import Position
 from jaxfb.refusal import Refused, StorageError
-from jaxfb.training import agreement
-from jaxfb.training.agreement import check_agreement, package_versions, what_runs
-from jaxfb.training.batches import rows_here
-from jaxfb.training.cluster import Place, find_place
-from jaxfb.training.hosts import Hosts, LostProcess
-from jaxfb.training.interrupt import Stopped
-from jaxfb.training.join import _bind_address
+from jaxfb.training.job import agreement
+from jaxfb.training.job.agreement import check_agreement, package_versions, what_runs
+from jaxfb.training.job.cluster import Place, find_place
+from jaxfb.training.job.hosts import Hosts, LostProcess
+from jaxfb.training.job.interrupt import Stopped
+from jaxfb.training.job.join import _bind_address
+from jaxfb.training.job.watch import EXIT_CODES, Watch, start_again
+from jaxfb.training.rows.batches import rows_here
 from jaxfb.training.run_dir import RunDirectory
-from jaxfb.training.watch import EXIT_CODES, Watch, start_again
 
 LAUNCH = Path(__file__).parents[2] / "examples" / "launch"
 SLURM = {
@@ -306,15 +306,15 @@ def test_where_the_coordinator_ends_the_job_the_last_word_is_a_sentence(monkeypa
     first, second = (of_two(store, index) for index in (0, 1))
     for hosts in (first, second):
         hosts._coordinator = "a:1"
-    monkeypatch.setattr("jaxfb.training.hosts.ABORT_PATIENCE", 0.2)
-    monkeypatch.setattr("jaxfb.training.hosts.is_answering", lambda address, seconds: True)
+    monkeypatch.setattr("jaxfb.training.job.hosts.ABORT_PATIENCE", 0.2)
+    monkeypatch.setattr("jaxfb.training.job.hosts.is_answering", lambda address, seconds: True)
     assert first._before_abort() is None and second._before_abort() is None  # an abort for another reason
     monkeypatch.setattr(store, "key_value_dir_get", lambda key: hung.wait(10))
     for hosts in (first, second):
         said = hosts._before_abort()
         assert "the coordinator has ended the job" in said and f"; process {hosts.index} of 2" in said
     hung.set()
-    monkeypatch.setattr("jaxfb.training.hosts.is_answering", lambda address, seconds: False)
+    monkeypatch.setattr("jaxfb.training.job.hosts.is_answering", lambda address, seconds: False)
     assert "process 0 of 2, the coordinator at a:1, is gone" in second._before_abort()
 
 
@@ -328,7 +328,7 @@ def of_two(store, index):
 
 def test_where_a_compiled_function_finds_another_process_gone_that_process_is_named(monkeypatch):
     """JAX raises a plain ValueError then; it was printed with its traceback, and the process ended with exit code 1."""
-    monkeypatch.setattr("jaxfb.training.hosts.atexit.register", lambda *_: None)
+    monkeypatch.setattr("jaxfb.training.job.hosts.atexit.register", lambda *_: None)
     store = Store()
     watches = [watch(store, index, lost_after=15.0) for index in range(3)]
     hosts = of_two(store, 0)
@@ -344,8 +344,8 @@ def test_where_a_compiled_function_finds_another_process_gone_that_process_is_na
 
 def test_where_a_computation_breaks_though_all_are_alive_the_job_ends_as_lost(monkeypatch):
     """Gloo reads for 30 s at most: a job that was suspended for longer ended with two tracebacks and exit code 1."""
-    monkeypatch.setattr("jaxfb.training.hosts.atexit.register", lambda *_: None)
-    monkeypatch.setattr("jaxfb.training.hosts.SLICE", 0.1)
+    monkeypatch.setattr("jaxfb.training.job.hosts.atexit.register", lambda *_: None)
+    monkeypatch.setattr("jaxfb.training.job.hosts.SLICE", 0.1)
     store = Store()
     watches = [watch(store, index, lost_after=1.0) for index in range(3)]
     alone = watch(Store(), 1, lost_after=60.0)
@@ -366,7 +366,7 @@ def test_where_a_computation_breaks_though_all_are_alive_the_job_ends_as_lost(mo
 def test_a_process_that_ends_early_is_not_waited_for(capsys, monkeypatch):
     """jax would wait for it, and abort the others minutes after they have done everything."""
     left, store = [], Store()
-    monkeypatch.setattr("jaxfb.training.hosts.leave_coordination", lambda: left.append(1))
+    monkeypatch.setattr("jaxfb.training.job.hosts.leave_coordination", lambda: left.append(1))
     hosts, one, two = of_two(store, 0), watch(store, 0, lost_after=1.0), watch(store, 2, lost_after=60.0)
     try:
         two.fail("OSError: disk full")  # that of another process hides nothing
@@ -383,7 +383,7 @@ def test_a_process_that_ends_early_is_not_waited_for(capsys, monkeypatch):
 
 def test_processes_that_all_come_to_the_end_leave_it_to_jax(monkeypatch, capsys):
     left, store = [], Store()
-    monkeypatch.setattr("jaxfb.training.hosts.leave_coordination", lambda: left.append(1))
+    monkeypatch.setattr("jaxfb.training.job.hosts.leave_coordination", lambda: left.append(1))
     hosts = [of_two(store, index) for index in (0, 1)]
     watches = [watch(store, index, lost_after=60.0) for index in (0, 1)]
     threads = [
@@ -434,8 +434,8 @@ def test_a_process_that_fails_says_why():
 )
 def test_the_others_end_for_good_where_another_start_would_change_nothing(error, code, sentence, monkeypatch):
     """Each host's `jaxfb launch` sees its own process alone."""
-    monkeypatch.setattr("jaxfb.training.hosts.atexit.register", lambda *_: None)
-    monkeypatch.setattr("jaxfb.training.watch.LAST_WORDS", 0.3)
+    monkeypatch.setattr("jaxfb.training.job.hosts.atexit.register", lambda *_: None)
+    monkeypatch.setattr("jaxfb.training.job.watch.LAST_WORDS", 0.3)
     store = Store()
     one, two = watch(store, 0, lost_after=1.0), watch(store, 1, lost_after=1.0)
     try:

@@ -18,13 +18,13 @@ from jaxfb.chaos.injectors import with_flipped_bit
 from jaxfb.data.fingerprint import SAMPLE, SAMPLES, sampled_fingerprints
 from jaxfb.inference.model import files_of
 from jaxfb.refusal import Refused
-from jaxfb.training import row_digits
-from jaxfb.training.agreement import check_agreement
 from jaxfb.training.custom import make_custom
 from jaxfb.training.guard import DeviceFault
-from jaxfb.training.guards import Guards
+from jaxfb.training.guarding.guards import Guards
+from jaxfb.training.job.agreement import check_agreement
 from jaxfb.training.origins import MISSING, of_run, origins
-from jaxfb.training.own_rows import own_rows
+from jaxfb.training.rows import row_digits
+from jaxfb.training.rows.own_rows import own_rows
 
 SIZES = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "num_kv_heads": 1, "mlp_size": 16}
 

@@ -19,7 +19,7 @@ from jaxfb.cli.commands import main
 from jaxfb.data.loader import row_order
 from jaxfb.metrics import read_jsonl
 from jaxfb.schedules import make
-from jaxfb.training.own_rows import own_rows
+from jaxfb.training.rows.own_rows import own_rows
 
 ROWS, UPDATES = 24, 6
 

@@ -87,7 +87,7 @@ def test_the_last_files_that_a_full_disk_did_not_take_are_written_by_a_resume(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return replace(*arguments)
 
-    broken = "os.replace" if file == "summary.json" else "jaxfb.training.report.plot_losses"
+    broken = "os.replace" if file == "summary.json" else "jaxfb.training.reporting.report.plot_losses"
     with monkeypatch.context() as patch:
         patch.setattr(broken, full)
         assert main(["train", str(config)]) == 74
@@ -112,7 +112,7 @@ def test_a_run_ends_well_where_matplotlib_cannot_draw(config, capsys, monkeypatc
     def draw(*_):
         raise ValueError("Key backend: 'nonsense' is not a valid value\nfor backend")
 
-    monkeypatch.setattr("jaxfb.training.report.plot_losses", draw)
+    monkeypatch.setattr("jaxfb.training.reporting.report.plot_losses", draw)
     assert main(["train", str(config)]) == 0
     run = RunDirectory.of(load_config(config))
     assert json.loads(run.summary.read_text())["updates"] == 5 and not run.picture.exists()

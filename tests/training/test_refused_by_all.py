@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxfb.refusal import Refused
-from jaxfb.training.hosts import RefusedByAll
+from jaxfb.training.job.hosts import RefusedByAll
 from jaxfb.training.updates import Updates
 
 

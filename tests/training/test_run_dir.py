@@ -26,17 +26,17 @@ from jaxfb.config import ConfigError, load_config
 from jaxfb.metrics import read_jsonl
 from jaxfb.planner import host_fit
 from jaxfb.process.launcher import Connection
-from jaxfb.training.continuing import after_a_loss, after_a_loss_of, where_from
 from jaxfb.training.ending import where_it_lies
 from jaxfb.training.parameters import newest_params
+from jaxfb.training.persistence.run_lock import OpenDirectory, RunLock
+from jaxfb.training.reporting.continuing import after_a_loss, after_a_loss_of, where_from
 from jaxfb.training.run_dir import RunDirectory
-from jaxfb.training.run_lock import OpenDirectory, RunLock
 
 SHORT = {"run": {"updates": 4}, "lr": {"name": "constant"}, "eval": {"every": None, "prompt": ""}}
 HOLD = """
 import sys, time
 from pathlib import Path
-from jaxfb.training.run_lock import OpenDirectory, RunLock
+from jaxfb.training.persistence.run_lock import OpenDirectory, RunLock
 with RunLock(Path(sys.argv[1])) as lock:
     lock.acquire()
     print("locked", flush=True)

@@ -11,7 +11,7 @@ from tiny import write_tiny
 
 from jaxfb.checkpoint import store as checkpoint
 from jaxfb.cli.commands import main
-from jaxfb.training import interrupt
+from jaxfb.training.job import interrupt
 from jaxfb.training.pretraining import Pretraining
 from jaxfb.training.session import Run
 

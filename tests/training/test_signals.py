@@ -16,8 +16,9 @@ from tiny import write_tiny
 import jaxfb
 from jaxfb.callbacks import callback
 from jaxfb.config import load_config
-from jaxfb.training import interrupt, loop
-from jaxfb.training.interrupt import Interrupt, Stopped
+from jaxfb.training import loop
+from jaxfb.training.job import interrupt
+from jaxfb.training.job.interrupt import Interrupt, Stopped
 
 FIRST_LINE = """
 import os, signal, sys
@@ -134,7 +135,7 @@ def test_a_second_signal_ends_a_process_that_computes_for_ever_outside_of_python
     """The main thread never runs Python's own handler then."""
     script = """
 import ctypes, os, signal, threading, time
-from jaxfb.training import interrupt
+from jaxfb.training.job import interrupt
 interrupt.ONE_SIGNAL = 0.05
 def twice():
     for _ in range(2):

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from jaxfb.process.position import Position
-from jaxfb.training.hosts import Hosts
-from jaxfb.training.signs import Sign, Signs
+from jaxfb.training.job.hosts import Hosts
+from jaxfb.training.job.signs import Sign, Signs
 
 NAMES = ["a", "b", "c"]
 

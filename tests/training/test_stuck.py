@@ -13,14 +13,14 @@ from processes import ROOT
 
 import jaxfb
 from jaxfb.process.position import here
-from jaxfb.training.signs import WORDS
+from jaxfb.training.job.signs import WORDS
 
 SCRIPT = """
 import ctypes, sys, time
 from jaxfb.config.operation import HostsConfig
 from jaxfb.process.position import here
-from jaxfb.training import watch
-from jaxfb.training.hosts import Hosts
+from jaxfb.training.job import watch
+from jaxfb.training.job.hosts import Hosts
 watch.NATIVE_MARGIN, watch.GRACE = 0.5, 0.2
 
 def hangs():
@@ -63,7 +63,7 @@ SUSPENDED = """
 import time
 from jaxfb.config.operation import HostsConfig
 from jaxfb.process.position import Position
-from jaxfb.training.watch import Watch
+from jaxfb.training.job.watch import Watch
 
 class Store:
     values = {}
@@ -100,8 +100,8 @@ def test_a_job_that_is_stopped_for_a_little_longer_than_its_limit_goes_on():
 LEFT_WAITING = """
 import sys, threading, time
 from types import SimpleNamespace
-from jaxfb.training import watch
-from jaxfb.training.hosts import Hosts
+from jaxfb.training.job import watch
+from jaxfb.training.job.hosts import Hosts
 watch.LAST_THREADS = 0.5
 hosts = Hosts.__new__(Hosts)
 hosts.count = 2
@@ -123,8 +123,8 @@ import sys
 from types import SimpleNamespace
 import jax
 from jaxfb.config.operation import HostsConfig
-from jaxfb.training import watch
-from jaxfb.training.hosts import Hosts
+from jaxfb.training.job import watch
+from jaxfb.training.job.hosts import Hosts
 
 hosts = Hosts.__new__(Hosts)
 hosts.index, hosts.count, hosts.config, hosts._advice = 0, 2, HostsConfig(), watch.start_again
@@ -160,9 +160,9 @@ NOBODY_READS = """
 import os, sys, threading, time
 from jaxfb.config.operation import HostsConfig
 from jaxfb.process.position import here
-from jaxfb.training import interrupt, watch
-from jaxfb.training.hosts import Hosts
-from jaxfb.training.interrupt import Interrupt
+from jaxfb.training.job import interrupt, watch
+from jaxfb.training.job.hosts import Hosts
+from jaxfb.training.job.interrupt import Interrupt
 watch.GRACE, watch.BRIEFLY, watch.MOMENT, interrupt.ONE_SIGNAL = 0.2, 0.2, 0.2, 0.05
 
 def fill():

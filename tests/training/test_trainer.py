@@ -19,10 +19,10 @@ from jaxfb.checkpoint.store import CheckpointStore
 from jaxfb.cli.commands import main
 from jaxfb.config import config_from_dict, config_to_dict, load_config
 from jaxfb.metrics import read_jsonl
-from jaxfb.training import report
-from jaxfb.training.batches import WindowReader
-from jaxfb.training.changes import other_text
 from jaxfb.training.compile_cache import use_compile_cache
+from jaxfb.training.persistence.changes import other_text
+from jaxfb.training.reporting import report
+from jaxfb.training.rows.batches import WindowReader
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.setup import make_setup
 

@@ -9,7 +9,7 @@ import jaxfb
 from jaxfb.config import load_config
 from jaxfb.metrics import read_jsonl
 from jaxfb.trainer import train
-from jaxfb.training.working_directory import WorkingDirectory
+from jaxfb.training.persistence.working_directory import WorkingDirectory
 
 
 @pytest.mark.parametrize("is_gone", [False, True], ids=["there", "gone"])

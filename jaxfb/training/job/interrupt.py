@@ -18,8 +18,8 @@ from jax.experimental import multihost_utils
 from jaxfb.process import forks  # noqa: F401  children that are forked do not catch what is caught here
 from jaxfb.process.exit_codes import RESUMABLE
 from jaxfb.process.signals import ENDING, HANGUP, caught_here
-from jaxfb.training.abort import foreign_handler
-from jaxfb.training.watch import MOMENT, leave, tell
+from jaxfb.training.job.abort import foreign_handler
+from jaxfb.training.job.watch import MOMENT, leave, tell
 
 UNWINDING = 10.0  # seconds in which the main thread may end in an orderly way; it cannot while it compiles
 ONE_SIGNAL = (

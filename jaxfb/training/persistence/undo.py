@@ -10,8 +10,8 @@ import shutil
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from jaxfb.training.persistence.run_lock import RunLock
 from jaxfb.training.run_dir import RunDirectory
-from jaxfb.training.run_lock import RunLock
 
 KEPT = 2**24
 """The largest file, in bytes, whose contents are put back: a run overwrites no larger one at its start."""

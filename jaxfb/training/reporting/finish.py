@@ -9,9 +9,9 @@ from jaxfb.callbacks import Callback
 from jaxfb.checkpoint.cannot_write import CannotWrite
 from jaxfb.process.os_errors import FULL
 from jaxfb.process.position import here
-from jaxfb.training.continuing import again, left, saved
-from jaxfb.training.hosts import Hosts
-from jaxfb.training.interrupt import Interrupt
+from jaxfb.training.job.hosts import Hosts
+from jaxfb.training.job.interrupt import Interrupt
+from jaxfb.training.reporting.continuing import again, left, saved
 from jaxfb.training.run_dir import write_json
 from jaxfb.training.session import Result, Run
 

@@ -17,9 +17,9 @@ from jaxfb.config.operation import HostsConfig
 from jaxfb.platforms.compat import backends_are_made
 from jaxfb.process.exit_codes import LOST
 from jaxfb.refusal import Refused
-from jaxfb.training.abort import is_listening, report_before_abort
-from jaxfb.training.cluster import Place, find_place
-from jaxfb.training.watch import LostProcess, leave
+from jaxfb.training.job.abort import is_listening, report_before_abort
+from jaxfb.training.job.cluster import Place, find_place
+from jaxfb.training.job.watch import LostProcess, leave
 
 SLICE = 5.0  # seconds of one attempt to reach process 0
 RUNTIME_PATIENCE = 100  # seconds: jax's own heartbeat, which ends a process without a word, comes after ours

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import json
 import shutil
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import jax
 import numpy as np
@@ -23,8 +21,8 @@ from jaxfb.checkpoint.store import CheckpointStore
 from jaxfb.checkpoint.together import gathered
 from jaxfb.config import config_to_dict
 from jaxfb.refusal import Missing, Refused, StorageError
-from jaxfb.training.agreement import package_versions
 from jaxfb.training.guard import by_path
+from jaxfb.training.job.agreement import package_versions
 from jaxfb.training.run_dir import write_json
 from jaxfb.training.session import Run
 from jaxfb.update.train_state import StepMetrics, TrainState
@@ -69,7 +67,9 @@ class Dump:
         try:
             with np.load(path, allow_pickle=False) as arrays:
                 return _rebuilt(self.tree, [arrays[f"a{index}"] for index in range(len(arrays))])
-        except (BadZipFile, zlib.error, EOFError, ValueError, LookupError, TypeError):
+        except (OSError, MemoryError):  # of the machine, not of what the file holds
+            raise
+        except Exception:  # a damaged archive raises errors of zipfile, zlib and NumPy
             raise StorageError(
                 f"[replay] {path} is damaged; remove it, and the rows are read from the run's data again"
             ) from None

@@ -23,8 +23,8 @@ from jaxfb.process.whole_file import write_whole
 from jaxfb.trainable import pruned
 from jaxfb.training.ending import where_it_lies
 from jaxfb.training.from_config.sizes import abstract_params
+from jaxfb.training.reporting.sample import continue_text
 from jaxfb.training.run_dir import RunDirectory
-from jaxfb.training.sample import continue_text
 from jaxfb.training.session import Run
 from jaxfb.training.setup import Setup
 from jaxfb.training.work import Table

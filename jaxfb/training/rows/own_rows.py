@@ -18,7 +18,7 @@ from jaxfb.data.mixture import MixedOrder, MixedSources, Mixture
 from jaxfb.data.order import row_order
 from jaxfb.parallel.sharding import automatic
 from jaxfb.refusal import Refused, shown
-from jaxfb.training.row_digits import fingerprint
+from jaxfb.training.rows.row_digits import fingerprint
 
 PyTree = Any
 

@@ -10,9 +10,9 @@ from jaxfb.checkpoint.store import CheckpointStore
 from jaxfb.checkpoint.together import gathered
 from jaxfb.process.position import here
 from jaxfb.refusal import Missing, Refused
-from jaxfb.training.changes import check_changes
 from jaxfb.training.guard import listed, trained, unsound_leaves
-from jaxfb.training.local_tier import LocalTier, local_tier
+from jaxfb.training.persistence.changes import check_changes
+from jaxfb.training.persistence.local_tier import LocalTier, local_tier
 from jaxfb.training.run_dir import RunDirectory
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxfb.refusal import shown
 from jaxfb.training.ending import length_key, what_is_saved
-from jaxfb.training.report import command
+from jaxfb.training.reporting.report import command
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.session import Run
 

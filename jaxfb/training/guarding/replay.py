@@ -12,12 +12,12 @@ import jax
 from jaxfb.checkpoint.store import CheckpointStore
 from jaxfb.config import config_from_dict
 from jaxfb.guard.locate import Place, first_nonfinite
-from jaxfb.training.agreement import package_versions
 from jaxfb.training.compile_cache import use_compile_cache
-from jaxfb.training.dump import Dump, bits_of, read_dump
 from jaxfb.training.guard import described
-from jaxfb.training.hosts import Hosts
-from jaxfb.training.spike_guard import SpikeGuard
+from jaxfb.training.guarding.dump import Dump, bits_of, read_dump
+from jaxfb.training.guarding.spike_guard import SpikeGuard
+from jaxfb.training.job.agreement import package_versions
+from jaxfb.training.job.hosts import Hosts
 from jaxfb.training.work import Work
 from jaxfb.types import Pipelined
 from jaxfb.update.train_state import StepMetrics

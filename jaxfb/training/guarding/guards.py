@@ -15,11 +15,11 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxfb.guard.devices import differing_replicas
 from jaxfb.refusal import Refused
-from jaxfb.training.dump import write_dump
 from jaxfb.training.guard import DeviceFault, GuardAbort, SkipGuard, SpikeAbort, by_path, listed
-from jaxfb.training.rerun import update_twice
+from jaxfb.training.guarding.dump import write_dump
+from jaxfb.training.guarding.rerun import update_twice
+from jaxfb.training.guarding.spike_guard import SCORE, SpikeGuard
 from jaxfb.training.session import Run
-from jaxfb.training.spike_guard import SCORE, SpikeGuard
 from jaxfb.update.train_state import StepMetrics
 
 

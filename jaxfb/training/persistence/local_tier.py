@@ -28,9 +28,9 @@ from jaxfb.checkpoint.obstacles import OBSTACLES, Unreadable
 from jaxfb.checkpoint.together import gathered
 from jaxfb.config.operation import LocalConfig
 from jaxfb.process.fault_points import reach
-from jaxfb.training import neighbours
+from jaxfb.training.persistence import neighbours
+from jaxfb.training.persistence.snapshot import UNFINISHED, kind_of, put_back, read, taken, write
 from jaxfb.training.run_dir import RunDirectory
-from jaxfb.training.snapshot import UNFINISHED, kind_of, put_back, read, taken, write
 
 log = logging.getLogger(__name__)
 PyTree = Any

@@ -20,7 +20,7 @@ import jax
 from jaxfb.config.operation import HostsConfig
 from jaxfb.process.exit_codes import LOST, REFUSED, RESUMABLE, UNWRITTEN
 from jaxfb.process.position import Position, here
-from jaxfb.training.signs import Sign, Signs
+from jaxfb.training.job.signs import Sign, Signs
 
 GRACE = 3.0  # seconds in which processes that fail together may each report it themselves
 MOMENT = 1.0  # seconds in which others that have failed too may end; without the coordinator they would abort

@@ -25,11 +25,11 @@ from jaxfb.process.exit_codes import DONE, LOST, REFUSED, RESUMABLE, UNWRITTEN, 
 from jaxfb.process.fault_points import reach
 from jaxfb.process.position import here
 from jaxfb.refusal import Refused
-from jaxfb.training.abort import is_answering, report_before_abort
-from jaxfb.training.agreement import check_agreement
-from jaxfb.training.interrupt import Stopped
-from jaxfb.training.join import join
-from jaxfb.training.watch import (
+from jaxfb.training.job.abort import is_answering, report_before_abort
+from jaxfb.training.job.agreement import check_agreement
+from jaxfb.training.job.interrupt import Stopped
+from jaxfb.training.job.join import join
+from jaxfb.training.job.watch import (
     CANNOT_WRITE,
     EXIT_CODES,
     FAILED,

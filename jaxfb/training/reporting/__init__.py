@@ -1,0 +1,1 @@
+"""Prints a run's decisions, results and samples, and how to continue it."""
