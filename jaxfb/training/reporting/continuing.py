@@ -77,8 +77,10 @@ def left(run: Run) -> str:
 
 def again(run: Run) -> str:
     """Returns the command, or the call, that continues a run."""
+    limit = run.config.run.stop_at
+    is_reached = limit is not None and limit <= run.done  # a run is not resumed with a limit that it has reached
     if run.work.in_program:
-        return run.work.call
+        return run.work.call + ", with stop_at=None" * is_reached
     if not run.directory.is_kept:
         return f"{command()} {run.work.command} CONFIG --smoke"
-    return f"{command()} {run.work.command} {run.directory.path} --resume"
+    return f"{command()} {run.work.command} {run.directory.path} --resume" + " run.stop_at=null" * is_reached
