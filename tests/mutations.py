@@ -3323,6 +3323,13 @@ MUTATIONS = (
         "return found",
         "forward_backward/test_pieces.py::test_what_a_piece_computes_otherwise_than_the_whole_is_warned_of",
     ),
+    Mutation(
+        "newest_is_exported_in_place_of_the_best",
+        "training/hugging_face.py",
+        "step = None if update is None else _step_of(source, config, update)",
+        "step = None",
+        "pretrained/test_run.py::test_the_best_checkpoint_is_exported_or_any_that_is_named",
+    ),
 )
 
 

@@ -241,7 +241,7 @@ def _add_pretrained(verbs) -> None:
     importing.add_argument(
         "--out", required=True, metavar="RUN", help="the run directory to write, new or empty"
     )
-    exporting = _verb(verbs, "export-hf", "write a run's newest checkpoint as Hugging Face files")
+    exporting = _verb(verbs, "export-hf", "write a run's checkpoint as Hugging Face files")
     exporting.add_argument("run_dir", metavar="RUN", help="a run directory")
     exporting.add_argument("directory", metavar="DIR", help="the directory to write, new or empty")
     exporting.add_argument(
@@ -251,6 +251,11 @@ def _add_pretrained(verbs) -> None:
         "--adapter",
         action="store_true",
         help="write the adapters alone, in PEFT's format (default: merged into the weights)",
+    )
+    exporting.add_argument(
+        "--update",
+        metavar="N",
+        help="the checkpoint saved after update N, or best: where checkpoint.keep_best is lowest (default: the newest)",
     )
 
 

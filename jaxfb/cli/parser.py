@@ -71,6 +71,11 @@ class Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         known = [str(one) for one in action.choices or ()]
+        flag = f"--{value}"
+        if str(value) not in known and flag in _flags(self):
+            raise argparse.ArgumentError(
+                None, f"unknown {action.metavar or action.dest} {value!r}; did you mean {flag}?"
+            )
         close = difflib.get_close_matches(str(value), known, n=1)
         if value in known or not close:
             return super()._check_value(action, value)

@@ -271,7 +271,10 @@ def _not_found(path: Path) -> str:
         missing = f"{named} is not a run's directory, for there is no {path}"
     run = path.parent.parent.parent
     if path.parent.parent.name == "checkpoints" and holds_a_run(run):
-        return f"[config] {path.parent} is a checkpoint of the run {run}; give {run}, whose newest checkpoint is read"
+        return (
+            f"[config] {path.parent} is a checkpoint of the run {run}; give {run}, whose newest checkpoint is read, or "
+            f"what this writes: jaxfb export-hf {run} DIR --update {path.parent.name}"
+        )
     names = sorted(p.name for p in _beside(path) if p.name.isprintable())
     if close := difflib.get_close_matches(path.name, names, n=1, cutoff=0.5):
         return f"[config] {missing}; did you mean {path.parent / close[0]}?"

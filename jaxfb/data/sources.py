@@ -169,10 +169,16 @@ def _found_at(path: str, source: str) -> list[SourceFile]:
     if not paths:
         raise Refused(
             f"[data] path={shown(path)} matches no file of {source=} "
-            f"(a file, a directory or a glob pattern); {_source_of(found, source)}"
+            f"(a file, a directory or a glob pattern); {_completed(root, source) or _source_of(found, source)}"
         )
     base = root if root.is_dir() else Path(os.path.commonpath([p.parent for p in paths]))
     return [_described(p, base) for p in paths]
+
+
+def _completed(root: Path, source: str) -> str | None:
+    """Returns the advice to add the suffix that a path lacks, such as Megatron's common name of .bin and .idx."""
+    files = (Path(f"{root}{suffix}") for suffix in SUFFIXES.get(source, ()))
+    return next((f"did you mean {file}?" for file in files if file.is_file()), None)
 
 
 def _source_of(found: list[Path], asked: str) -> str:

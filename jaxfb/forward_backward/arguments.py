@@ -194,12 +194,16 @@ def is_plain(leaf: Any) -> bool:
     return native and not too_wide and not isinstance(leaf, np.ma.MaskedArray)
 
 
+_PARTS = "keep its real and imaginary parts as two float arrays, and put them together in the loss: lax.complex(a, b)"
+_FROZEN = "freeze it (trainable=[...] names those that are trained), or pass it in the batch"
+
+
 def _check_trained(params: PyTree) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise Refused(
                 f"every parameter must be a float array to have a gradient, params{jax.tree_util.keystr(path)} is "
-                f"{leaf.dtype}; freeze it (trainable=[...] names those that are trained), or pass it in the batch"
+                f"{leaf.dtype}; {_PARTS if jnp.issubdtype(leaf.dtype, jnp.complexfloating) else _FROZEN}"
             )
         if jnp.finfo(leaf.dtype).bits < 16:
             raise Refused(

@@ -171,9 +171,10 @@ def _check_size(sizes: Sequence[int], text: str, example: str) -> None:
 def _torus(chip: Chip, shape: str, text: str) -> tuple[int, ...]:
     sizes = tuple(_size(part) for part in shape.split("x") if part.isdecimal())
     if len(sizes) != len(shape.split("x")) or len(sizes) != chip.torus or min(sizes) < 1:
+        same = _slice_of(math.prod(sizes), chip.torus)
+        meant = _example(chip.name) if same is None else f"{chip.name}:{same}"
         raise Refused(
-            f"[plan] {text!r} must give the {chip.torus} dimensions of a slice of {chip.name}; write "
-            f"{_example(chip.name)}"
+            f"[plan] {text!r} must give the {chip.torus} dimensions of a slice of {chip.name}; write {meant}"
         )
     _check_size(sizes, text, _example(chip.name))
     if not _is_a_slice(sizes):

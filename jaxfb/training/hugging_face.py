@@ -29,7 +29,7 @@ from jaxfb.pretrained.new_directory import NO_SPACE, check_new, new_directory, w
 from jaxfb.pretrained.peft import save_adapter
 from jaxfb.pretrained.repository import open_repository, read_json
 from jaxfb.pretrained.tensor_files import NAMES
-from jaxfb.refusal import Refused, choice
+from jaxfb.refusal import Refused, choice, shown
 from jaxfb.trainable import name_of
 from jaxfb.training.exported_tokenizer import add_tokenizer, token_ids
 from jaxfb.training.from_config.sizes import abstract_params, config_with_model
@@ -67,9 +67,13 @@ def import_run(directory: str | Path, run_dir: str | Path) -> Path:
 
 
 def export_run(
-    run_dir: str | Path, directory: str | Path, dtype: str | None = None, adapter: bool = False
+    run_dir: str | Path,
+    directory: str | Path,
+    dtype: str | None = None,
+    adapter: bool = False,
+    update: int | str | None = None,
 ) -> list[Path]:
-    """Writes the newest checkpoint of a run as a directory of Hugging Face files; returns the files.
+    """Writes a checkpoint of a run as a directory of Hugging Face files; returns the files.
 
     Of the checkpoint one layer of an array is in memory at a time.
 
@@ -77,10 +81,11 @@ def export_run(
       dtype: of the weights; None is that of the model that the run was imported from, else float32.
       adapter: write the adapters alone, in PEFT's format; otherwise those of a run with `lora` are merged into the
         kernels.
+      update: after which the checkpoint was saved; "best": where `checkpoint.keep_best` is lowest; None: the newest.
 
     Raises:
-      ValueError: there is no checkpoint, no architecture of transformers computes what this model computes, or there
-        are not adapters.
+      ValueError: there is no such checkpoint, no architecture of transformers computes what this model computes, or
+        there are not adapters.
     """
     source = Path(run_dir)
     config = load_config(source)
@@ -90,15 +95,39 @@ def export_run(
     if dtype not in (None, *DTYPES):
         raise Refused(f"[hf] dtype={dtype!r} must be one of {', '.join(DTYPES)}")
     source = saved_run(source, config)
+    step = None if update is None else _step_of(source, config, update)
     if adapter:
-        return _export_adapter(source, config, Path(directory))
+        return _export_adapter(source, config, Path(directory), step)
     with whole_directory(directory, last="config.json") as inside:
         if RunDirectory(source).newest_update() is None and (files := weights_of(source, config)):
             written = _export_files(files, inside, dtype)
         else:
-            written = _export_checkpoint(source, config, inside, dtype)
+            written = _export_checkpoint(source, config, inside, dtype, step)
         written += add_tokenizer(source, inside)
     return [Path(directory) / path.name for path in written]
+
+
+def _step_of(source: Path, config: Any, update: int | str) -> int:
+    """Returns the checkpoint that was saved after an update, or the "best" one."""
+    store = CheckpointStore(source / "checkpoints", keep_best=config.checkpoint.keep_best)
+    steps = store.steps()
+    have = f"the updates that {source} has saved: {', '.join(map(str, steps)) or 'none'}"
+    if update == "best":
+        best = store.best()
+        if best is None:
+            metric = config.checkpoint.keep_best
+            why = (
+                "checkpoint.keep_best is null"
+                if metric is None
+                else f"none was saved with the metric {metric}"
+            )
+            raise Refused(
+                f"[export] no checkpoint is known to be the best, since {why}; choose one of {have}"
+            )
+        return best
+    if type(update) is not int or update not in steps:
+        raise Refused(f'[export] update={shown(update)} must be "best" or one of {have}')
+    return update
 
 
 def _export_files(source: Path, target: Path, dtype: str | None) -> list[Path]:
@@ -120,7 +149,9 @@ def _export_files(source: Path, target: Path, dtype: str | None) -> list[Path]:
         return copy_companions(source, target, ("config.json",)) + weights
 
 
-def _export_checkpoint(source: Path, config: Any, target: Path, dtype: str | None) -> list[Path]:
+def _export_checkpoint(
+    source: Path, config: Any, target: Path, dtype: str | None, given: int | None
+) -> list[Path]:
     origin = carried_of(source, config)
     sizes, description = _described(source, config, origin)
     wanted = dtype or description.get("dtype") or description.get("torch_dtype") or "float32"
@@ -128,8 +159,8 @@ def _export_checkpoint(source: Path, config: Any, target: Path, dtype: str | Non
     stored, lora = _stored(config, sizes), getattr(config, "lora", None)
     shapes = {path: leaf.shape for path, leaf in stored.items() if not path.endswith((A, B))}
     store = CheckpointStore(source / "checkpoints", keep_best=None)
-    store.check_fit({"params": _nested(stored)}, store.existing(), partial=True)
-    for step in reversed(store.steps()):
+    store.check_fit({"params": _nested(stored)}, store.existing(given), partial=True)
+    for step in reversed(store.steps()) if given is None else [given]:
         try:
             store.check_fit({"params": _nested(stored)}, step, partial=True)
             read = partial(_parts, store.arrays(step), lora)
@@ -152,7 +183,7 @@ def _parts(saved: StoredArrays, lora: LoRA | None, path: str, depth: int) -> Ite
     return (merged_kernel(kernel, a, b, lora) for kernel, a, b in zip(*arrays, strict=True))
 
 
-def _export_adapter(source: Path, config: Any, target: Path) -> list[Path]:
+def _export_adapter(source: Path, config: Any, target: Path, step: int | None) -> list[Path]:
     lora = getattr(config, "lora", None)
     if lora is None:
         raise Refused(
@@ -167,7 +198,7 @@ def _export_adapter(source: Path, config: Any, target: Path) -> list[Path]:
     stored = _stored(config, sizes)
     store = CheckpointStore(source / "checkpoints", keep_best=None)
     wanted = _nested({path: leaf for path, leaf in stored.items() if path.endswith((A, B))})
-    found = _by_path(store.restore({"params": wanted}, partial=True)[0]["params"])
+    found = _by_path(store.restore({"params": wanted}, step, partial=True)[0]["params"])
     base = _base_of(source, config)
     return save_adapter(target, _nested(stored | found), lora, architecture_of(description), str(base))
 

@@ -91,6 +91,8 @@ def test_config_show(capsys):
     [
         ([], "out", "Try `jaxfb train quickstart --smoke` first."),
         (["trian"], "err", "unknown COMMAND 'trian'; did you mean train?"),
+        (["help"], "err", "unknown COMMAND 'help'; did you mean --help?"),
+        (["version"], "err", "unknown COMMAND 'version'; did you mean --version?"),
         (["train"], "err", "required: CONFIG; for example: jaxfb train quickstart --smoke\n"),
         (["generate", "runs/a"], "err", "is required; for example: jaxfb generate runs/quickstart --prompt"),
         (["config"], "err", "required: {show,reference}; for example: jaxfb config show quickstart\n"),

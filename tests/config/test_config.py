@@ -269,7 +269,8 @@ def test_missing_file_names_the_nearest():
 def test_a_checkpoint_in_place_of_its_run_is_refused_with_the_run(tmp_path):
     (tmp_path / "checkpoints" / "4").mkdir(parents=True)
     with pytest.raises(
-        ValueError, match=rf"is a checkpoint of the run {tmp_path}; give {tmp_path}, whose newest"
+        ValueError,
+        match=rf"is a checkpoint of the run {tmp_path}; give {tmp_path}, whose newest .* --update 4",
     ):
         load_config(tmp_path / "checkpoints" / "4")
 

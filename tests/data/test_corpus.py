@@ -301,6 +301,13 @@ def test_unusable_files_are_refused(config, tmp_path, name, content, settings, w
         )
 
 
+def test_a_path_without_its_suffix_is_refused_with_it(config, tmp_path):
+    """Megatron names its two files by what they have in common."""
+    (tmp_path / "t_document.bin").write_bytes(b"\1\0")
+    with pytest.raises(ValueError, match=r"no file of source='tokens' .*; did you mean .*t_document\.bin\?$"):
+        prepare(config(source="tokens", path=str(tmp_path / "t_document")))
+
+
 def test_a_token_file_that_is_held_out_is_not_trained_on(config, tmp_path):
     """Documents of tokens are not compared, so nothing else would find it: a loss of rows that were learnt."""
     for name in ("train", "val"):

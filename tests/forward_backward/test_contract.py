@@ -335,6 +335,10 @@ def test_the_head_and_the_layers_may_not_name_one_term_twice():
             r"every parameter must be a float.*\['steps'\] is int64",
         ),
         (
+            dict(params={"w": W, "c": np.ones(3, complex)}),
+            r"\['c'\] is complex128; keep its real and imaginary parts as two float arrays",
+        ),
+        (
             dict(plan=BatchPlan("eval", rows=ROWS, data_parallel=2, num_microbatches=2)),
             'got plan "eval".*train',
         ),

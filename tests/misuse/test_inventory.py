@@ -42,6 +42,7 @@ NOT_DATA = {
         planner/search.py::_no_layout planner/search.py::search
         planner/topology.py::parse_topology planner/tpu.py::devices process/fault_points.py::_place
         schedules/command.py::_check_costs schedules/command.py::_required
+        training/hugging_face.py::_step_of
     """,
     "other processes, devices or slices": """
         mesh.py::make_mesh training/job/cluster.py::_numbered training/machine.py::check_model

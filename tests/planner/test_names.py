@@ -35,7 +35,10 @@ def test_other_machines():
     "text, sentence",
     [
         ("v9:4x4", "unknown topology 'v9:4x4'.*did you mean v4:4x4"),
-        ("v5p:4x4", "the 3 dimensions of a slice of v5p; write v5p:4x4x4"),
+        ("v5p:4x4", "the 3 dimensions of a slice of v5p; write v5p:2x2x4"),
+        ("v5p:4x4x4x2", "the 3 dimensions of a slice of v5p; write v5p:4x4x8"),
+        ("v5e:16x16x1", "the 2 dimensions of a slice of v5e; write v5e:16x16"),
+        ("v5e:16x16x2", "the 2 dimensions of a slice of v5e; write v5e:4x4"),
         ("v5e:3x4", "no slice 3x4, it has 1x1, 2x2, .*16x16; the nearest is v5e:4x4"),
         ("v6e:4x6", "no slice 4x6.*nearest is v6e:4x8"),
         ("v6e:16x32", "no slice 16x32.*nearest is v6e:16x16"),

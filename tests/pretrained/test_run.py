@@ -11,6 +11,7 @@ import pytest
 from marks import some_slow
 from safetensors.numpy import load_file
 
+from jaxfb.checkpoint import CheckpointStore
 from jaxfb.cli.commands import main
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params
@@ -43,6 +44,38 @@ def test_a_run_goes_out_as_it_came_in(name, tmp_path, capsys):
     )
     assert set(before) == set(after) >= {"model.safetensors", "config.json", *COMPANIONS}
     assert before == after
+
+
+def test_the_best_checkpoint_is_exported_or_any_that_is_named(tmp_path, capsys):
+    run = tmp_path / "run"
+    assert main(["import-hf", str(GOLDEN / "hf_llama31_tiny"), "--out", str(run)]) == 0
+    repository = open_repository(GOLDEN / "hf_llama31_tiny")
+    params = load_params(repository, sizes := sizes_of(repository.config), shapes_of(sizes))
+    with CheckpointStore(run / "checkpoints", asynchronous=False) as store:
+        for update, loss in ((2, 3.0), (4, 1.0), (6, 2.0)):
+            state = {"params": jax.tree.map(lambda leaf, update=update: leaf + update, params)}
+            store.save(update, state, {"update": update, "metrics": {"eval/loss": loss}})
+    before = load_file(GOLDEN / "hf_llama31_tiny" / "model.safetensors")["model.norm.weight"]
+    for given, added in {None: 6, "best": 4, "2": 2}.items():
+        out = tmp_path / f"out{given}"
+        assert main(["export-hf", str(run), str(out), *(["--update", given] if given else [])]) == 0
+        scale = load_file(out / "model.safetensors")["model.norm.weight"]
+        np.testing.assert_allclose(scale, before + added, rtol=1e-6)
+    capsys.readouterr()
+    for given in ("3", "bets"):
+        assert main(["export-hf", str(run), str(tmp_path / "x"), "--update", given]) == 2
+        assert f"the updates that {run} has saved: 2, 4, 6" in capsys.readouterr().err
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace("keep_best: eval/loss", "keep_best: null"))
+    assert main(["export-hf", str(run), str(tmp_path / "x"), "--update", "best"]) == 2
+    assert (
+        "no checkpoint is known to be the best, since checkpoint.keep_best is null" in capsys.readouterr().err
+    )
+    assert not (tmp_path / "x").exists()
+
+
+def shapes_of(sizes):
+    return jax.eval_shape(lambda: init_params(sizes, jax.random.key(0)))
 
 
 def test_a_full_directory_is_refused_and_untouched(tmp_path, capsys):

@@ -108,7 +108,10 @@ def test_a_signal_while_the_first_update_is_compiled_ends_the_run_there(path, mo
 def test_a_start_up_that_is_ended_names_no_checkpoint_that_it_found_damaged(path, monkeypatch, capsys):
     assert main(["train", str(path), "run.stop_at=4"]) == 75
     shown = capsys.readouterr().out.split("continue with: ")[1].split()
-    assert shown[-2:] == ["--resume", "run.stop_at=null"]  # the saved limit is reached, so it would be refused
+    assert shown[-2:] == [
+        "--resume",
+        "run.stop_at=null",
+    ]  # the saved limit is reached, so it would be refused
     files = [file for file in (path.parent / "run").rglob("*") if file.is_file()]
     assert files and not any(file.stat().st_mode & 0o077 for file in files)  # what a run writes is private
     check = checkpoint.check_sums

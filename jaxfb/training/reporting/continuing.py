@@ -78,7 +78,7 @@ def left(run: Run) -> str:
 def again(run: Run) -> str:
     """Returns the command, or the call, that continues a run."""
     limit = run.config.run.stop_at
-    is_reached = limit is not None and limit <= run.done  # a run is not resumed with a limit that it has reached
+    is_reached = limit is not None and limit <= run.done  # with that limit it could not be resumed
     if run.work.in_program:
         return run.work.call + ", with stop_at=None" * is_reached
     if not run.directory.is_kept:
