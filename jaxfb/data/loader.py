@@ -113,8 +113,8 @@ class Loader:
                 raise Refused(
                     f"[data] the saved position belongs to rows with {name}={state[name]}, these have "
                     f"{name}={mine[name]}; use the saved run's text, split, tokenizer, sequence_length, "
-                    f"packing and seed (python-stdlib is another text in another Python), or --allow-changes to "
-                    f"continue at row {state['consumed_rows']} of these"
+                    f"packing and seed (python-stdlib is another text in another Python), or --allow-changes "
+                    f"(allow_changes=True in a program) to continue at row {state['consumed_rows']} of these"
                 )
         if mixed:
             self._order = self._order.continued(state["mixture"], int(state["consumed_rows"]))

@@ -92,7 +92,8 @@ class PostTraining(Work):
         if saved.get("text", mine) != mine:
             raise Refused(
                 f"[data] the saved run was trained on other {what} (fingerprint {saved['text']}, these have {mine}); "
-                f"use its {source}, another run.dir, or --allow-changes to continue anyway"
+                f"use its {source}, another run.dir, or --allow-changes (allow_changes=True in a program) to "
+                "continue anyway"
             )
 
 

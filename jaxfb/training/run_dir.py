@@ -198,8 +198,9 @@ class RunDirectory:
         newest = self.newest_update()
         if newest is not None:
             raise ConfigError(
-                f"[run] dir={self.path} contains a run saved at update {newest}; continue it with --resume, start "
-                "over with --fresh (the old one is moved aside), or choose another run.dir"
+                f"[run] dir={self.path} contains a run saved at update {newest}; continue it with --resume "
+                "(resume=True in a program), start over with --fresh (fresh=True; the old one is moved aside), or "
+                "choose another run.dir"
             )
         foreign = [name for name in FILES if (self.path / name).exists()]
         if foreign == ["config.yaml"] and self.saved_config():

@@ -58,7 +58,8 @@ def test_a_run_is_resumed_with_other_problems_only_if_that_is_allowed(task):
     record = {"plan": saved.to_dict(), "config": config_to_dict(with_()), "update": 4}
     work().check_resume(record, False)
     with pytest.raises(
-        ValueError, match="trained on other problems .* or --allow-changes to continue anyway"
+        ValueError,
+        match="trained on other problems .* or --allow-changes .allow_changes=True in a program. to continue",
     ):
         work(task).check_resume(record, False)
     work(task).check_resume(record, True)

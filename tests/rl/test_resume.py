@@ -123,7 +123,7 @@ def test_other_conversations_may_be_allowed_but_not_another_number_of_them(tmp_p
 
     record = {"plan": work(range(8)).to_dict()}
     work(range(8)).check_resume(record, False)
-    with pytest.raises(ValueError, match="trained on other rows .* or --allow-changes to continue anyway"):
+    with pytest.raises(ValueError, match="trained on other rows .* or --allow-changes .* to continue anyway"):
         work(range(8, 16)).check_resume(record, False)
     work(range(8, 16)).check_resume(record, True)
     more = work(range(12))

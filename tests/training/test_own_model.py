@@ -330,7 +330,9 @@ def test_arrays_may_be_in_a_named_tuple_or_cut_over_the_axes_of_a_mesh(tmp_path)
 
 def test_data_of_another_kind_does_not_continue_a_run(tmp_path, capsys):
     trainer(tmp_path, run={"stop_at": 2}).train()
-    assert "continue with: trainer.train(resume=True), with stop_at=None" in capsys.readouterr().out
+    assert "continue with: trainer.train(resume=True), with run.stop_at=None" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="continue it with --resume .resume=True in a program."):
+        trainer(tmp_path).train()
     each = [{name: leaf[index] for name, leaf in rows().items()} for index in range(ROWS)]
     with pytest.raises(ValueError, match="saved run read arrays or a sequence of rows, this is an iterable"):
         trainer(tmp_path, data=iter(each)).train(resume=True)

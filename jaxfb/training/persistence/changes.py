@@ -14,7 +14,7 @@ from jaxfb.config.model import FREE_OF_MODEL
 from jaxfb.config.show import leaves_of
 from jaxfb.refusal import Refused
 
-FLAG = "--allow-changes"
+FLAG = "--allow-changes (allow_changes=True in a program)"
 ABSENT = "(absent)"
 
 # A restored state has its random key already, so another seed would be printed and not be used.

@@ -80,7 +80,7 @@ def again(run: Run) -> str:
     limit = run.config.run.stop_at
     is_reached = limit is not None and limit <= run.done  # with that limit it could not be resumed
     if run.work.in_program:
-        return run.work.call + ", with stop_at=None" * is_reached
+        return run.work.call + ", with run.stop_at=None" * is_reached
     if not run.directory.is_kept:
         return f"{command()} {run.work.command} CONFIG --smoke"
     return f"{command()} {run.work.command} {run.directory.path} --resume" + " run.stop_at=null" * is_reached
