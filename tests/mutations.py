@@ -3324,6 +3324,13 @@ MUTATIONS = (
         "forward_backward/test_pieces.py::test_what_a_piece_computes_otherwise_than_the_whole_is_warned_of",
     ),
     Mutation(
+        "a_run_is_to_be_resumed_with_a_limit_that_it_has_reached",
+        "training/continuing.py",
+        "limit is not None and limit <= run.done",
+        "limit is not None and limit < run.done",
+        "training/test_own_model.py::test_data_of_another_kind_does_not_continue_a_run",
+    ),
+    Mutation(
         "newest_is_exported_in_place_of_the_best",
         "training/hugging_face.py",
         "step = None if update is None else _step_of(source, config, update)",
