@@ -150,7 +150,7 @@ def _export_files(source: Path, target: Path, dtype: str | None) -> list[Path]:
 
 
 def _export_checkpoint(
-    source: Path, config: Any, target: Path, dtype: str | None, given: int | None
+    source: Path, config: Any, target: Path, dtype: str | None, given: int | None = None
 ) -> list[Path]:
     origin = carried_of(source, config)
     sizes, description = _described(source, config, origin)
