@@ -141,7 +141,7 @@ class Chat:
         whole, at, found = self.render(messages, opening), 0, []
         answers = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
         for k in answers:
-            before = self._before(messages[:k])
+            before = self._before(messages[:k], messages[k], mark)
             through = self.render(messages[: k + 1])
             learnt = learn == "assistant" or (learn == "last" and k == answers[-1])
             if at <= len(before) and through.startswith(before) and whole.startswith(through):
@@ -164,14 +164,16 @@ class Chat:
             f"loss; use {last}another template"
         )
 
-    def _before(self, messages: Sequence[Message]) -> str:
-        """Renders what stands before an answer to these messages; nothing, where a template wants at least one."""
+    def _before(self, messages: Sequence[Message], answer: Message, mark: str) -> str:
+        """Renders what stands before an answer to these messages; where there are none and the template wants at least
+        one, what it writes before the answer's own words.
+        """
         try:
             return self.render(messages, True)
         except ValueError:
             if messages:
                 raise
-            return ""
+            return self.render([{**answer, "content": mark}]).partition(mark)[0]
 
     def _escaped(self, message: Message, mark: str) -> Message:
         """Returns the message with a mark in each name of a control token, after its first character.

@@ -183,6 +183,24 @@ def test_an_answer_that_others_change_is_learnt_only_as_the_last(tokenizer, chat
 
 
 @pytest.mark.parametrize("learn", ["assistant", "last"])
+@pytest.mark.parametrize("template", ["llama3", "chatml", "gemma"])
+def test_of_a_conversation_that_the_assistant_begins_nothing_before_its_words_is_learnt(
+    chats, template, learn
+):
+    """These templates write nothing without a message; what they put before the first one was learnt with it."""
+    chat = chats[template]
+    first, stop = assistant("  Hello!"), chat.tokenizer.name_of(chat.stop_tokens[-1])
+    for conversation in ([first], [first, QUESTION, ANSWER]):
+        (ids,), (counts,) = chat.encode([conversation], learn)
+        learnt = chat.tokenizer.decode(ids[counts], keep_special=True)
+        answers = [m["content"] for m in conversation if m["role"] == "assistant"]
+        words = "".join(text.strip() + stop for text in (answers if learn == "assistant" else answers[-1:]))
+        assert learnt.strip() == words
+        text = chat.tokenizer.decode(ids, keep_special=True)
+        assert text == chat.render(conversation)
+
+
+@pytest.mark.parametrize("learn", ["assistant", "last"])
 def test_a_template_that_opens_answers_otherwise_than_it_writes_them_is_refused_as_such(tokenizer, learn):
     thinking = (
         "{% for m in messages %}{{ m.role }}:{{ m.content }}{{ eos_token }}{% endfor %}"
