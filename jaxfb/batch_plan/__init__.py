@@ -8,7 +8,7 @@ passed explicitly and refused at construction (`PlanError`, with the nearest leg
 model or globals.
 """
 
-from jaxfb.batch_plan.agreement import check_same_on_all_hosts, explain_difference
+from jaxfb.batch_plan.agreement import check_same_on_all_hosts, explain_difference, explain_shift
 from jaxfb.batch_plan.arrangement import Arrangement, arrange
 from jaxfb.batch_plan.balance import karmarkar_karp
 from jaxfb.batch_plan.by_context import RowGroup, group_by_context, padding_over_context
@@ -34,6 +34,7 @@ __all__ = [
     "check_whole_groups",
     "data_parallel_size",
     "explain_difference",
+    "explain_shift",
     "group_by_context",
     "horizon_warning",
     "karmarkar_karp",

@@ -14,6 +14,7 @@ from jaxfb.batch_plan.budget import NO_BUDGET
 from jaxfb.batch_plan.fit import SIZES
 from jaxfb.batch_plan.plan import BatchPlan, fingerprint_of
 from jaxfb.batch_plan.refusal import PlanError
+from jaxfb.batch_plan.run import RunPlan
 
 _CUTS = (*SIZES, *NO_BUDGET, "data_parallel", "multiple_of", "remainder")
 
@@ -31,6 +32,23 @@ def explain_difference(saved: Mapping[str, Any], plan: BatchPlan, **order: Any) 
     return (
         f"[{plan.purpose}] resuming would train on other rows than the saved run: {different} (saved vs now); "
         "data_parallel, rows_per_microbatch and num_microbatches may change, these may not"
+    )
+
+
+def explain_shift(plan: RunPlan, update: int, consumed_rows: int) -> str | None:
+    """Returns why a run saved after so many updates and rows may not continue with this plan; None if it may.
+
+    Where another length cuts another window short, rows would be passed over or read twice. Rows that the plan drops
+    behind the last window are none of these.
+    """
+    if not 0 < update < plan.total_updates:
+        return None
+    last = plan.window(update - 1)
+    if (end := last.start + last.rows) == consumed_rows:
+        return None
+    return (
+        f"[run] the saved run consumed {consumed_rows} rows in {update} updates, by this config they would be {end}: "
+        "one of them cuts a window short where the other cuts none; resume with the saved run's length"
     )
 
 

@@ -5,6 +5,7 @@ conversations -> rows -> [rows of one window -> forward_backward -> one optax up
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxfb.batch_plan import BatchPlan, RunPlan, explain_difference
+from jaxfb.batch_plan import BatchPlan, RunPlan, explain_difference, explain_shift
 from jaxfb.config.policy import WarmStartConfig
 from jaxfb.config.post_training import DPOConfig, SFTConfig
 from jaxfb.data.chat import Message
@@ -108,8 +109,18 @@ class SupervisedWork(PostTraining):
         # first, since nothing allows it: the other refusal offers to allow other rows
         if difference := explain_difference(before, self.plan.train, **mine):
             raise Refused(difference)
+        if shift := explain_shift(self.plan, record["update"], self._consumed(saved, record["update"])):
+            raise Refused(shift)
         if not allow_changes:
             self.check_same_text(saved)
+
+    def _consumed(self, saved: Mapping[str, Any], update: int) -> int:
+        """Returns the rows that a run of the saved length consumed in so many updates."""
+        if update == 0:
+            return 0
+        plan = dataclasses.replace(self.plan, updates=saved["updates"], epochs=saved["epochs"])
+        last = plan.window(update - 1)
+        return last.start + last.rows
 
     def restore(self, state: PyTree, record: Mapping[str, Any], allow_changes: bool) -> None:
         self.train_state = TrainState(**state)

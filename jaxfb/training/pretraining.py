@@ -111,21 +111,13 @@ class Pretraining(WindowedWork):
     def abstract_state(self) -> PyTree:
         return self.step_of(self.run_plan.train).abstract_state(self.setup.init_params)
 
-    def check_resume(self, record: Mapping[str, Any], allow_changes: bool) -> None:
-        super().check_resume(record, allow_changes)
-        plan, update, consumed = self.run_plan, record["update"], record["data"]["consumed_rows"]
-        if update < plan.total_updates and plan.window(update).start != consumed:
-            raise Refused(
-                f"[run] the saved run consumed {consumed} rows in {update} updates, by this config they "
-                f"would be {plan.window(update).start}: a window was cut short where this run cuts none; "
-                "resume with the saved run's length"
-            )
-
     def restore(self, state: PyTree, record: Mapping[str, Any], allow_changes: bool) -> None:
-        if allow_changes:
-            self._reader.seek(record["data"]["consumed_rows"])
-        else:
+        try:
             self._reader.restore(record["data"])
+        except ValueError:
+            if not allow_changes:
+                raise
+            self._reader.seek(record["data"]["consumed_rows"])
         self.train_state = state
         self._report_rate(record["config"])
 

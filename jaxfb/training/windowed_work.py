@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxfb.batch_plan import BatchPlan, RunPlan, explain_difference
+from jaxfb.batch_plan import BatchPlan, RunPlan, explain_difference, explain_shift
 from jaxfb.refusal import Refused
 from jaxfb.training.rows.batches import parts_of_update, place
 from jaxfb.training.work import Work
@@ -61,6 +61,12 @@ class WindowedWork(Work):
         before = {**saved["plans"]["train"], "ramp_up": saved["ramp_up"]}
         if difference := explain_difference(before, self.run_plan.train, ramp_up=ramp_up):
             raise Refused(difference)
+        position = record["data"]
+        consumed = position.get(
+            "start", position.get("consumed_rows")
+        )  # of rows of your own, and of packed ones
+        if shift := explain_shift(self.run_plan, record["update"], consumed):
+            raise Refused(shift)
 
     def step_of(self, plan: BatchPlan) -> TrainStep:
         """Returns the step for updates of this plan, made once."""

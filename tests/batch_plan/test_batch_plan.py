@@ -18,6 +18,7 @@ from jaxfb.batch_plan import (
     check_same_on_all_hosts,
     data_parallel_size,
     explain_difference,
+    explain_shift,
     horizon_warning,
 )
 from jaxfb.batch_plan import run as run_plans
@@ -419,6 +420,28 @@ def test_resume_may_change_the_cut_but_not_the_rows():
     rounded_down = plan.replace(rows=65, remainder="drop")
     assert explain_difference(saved, rounded_down, **order) is None
     assert "rows 64 vs 60" in explain_difference(saved, rounded_down.replace(rows_per_microbatch=5), **order)
+
+
+def test_a_longer_run_goes_on_only_where_no_window_of_the_saved_one_was_short():
+    plan = BatchPlan(rows=4, rows_per_microbatch=2)
+    longer = RunPlan(plan, samples=40)
+    for samples, update, consumed in ((18, 4, 16), (18, 5, 18), (20, 5, 20)):
+        saved = RunPlan(plan, samples=samples).window(update - 1)
+        assert saved.start + saved.rows == consumed
+        shift = explain_shift(longer, update, consumed)
+        assert (shift is None) == (saved.rows == 4)
+    assert "consumed 18 rows in 5 updates, by this config they would be 20" in explain_shift(longer, 5, 18)
+    assert explain_shift(longer, 0, 0) is explain_shift(longer, 10, 40) is None
+
+
+@pytest.mark.parametrize("remainder", ["pad", "drop"])
+def test_a_run_goes_on_from_every_update_of_its_own_plan(remainder):
+    """One that drops the rest of each epoch was refused at the end of an epoch, since the next row is another one."""
+    plan = BatchPlan(rows=4, rows_per_microbatch=2)
+    run = RunPlan(plan, epochs=3, dataset_rows=10, remainder=remainder)
+    ends = [window.start + window.rows for window in run.windows()]
+    assert ends[1] == 8 and run.window(2).start == (8 if remainder == "pad" else 10)
+    assert [explain_shift(run, update, end) for update, end in enumerate(ends, 1)] == [None] * len(ends)
 
 
 def test_hosts_with_different_plans_are_refused():

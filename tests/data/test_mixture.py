@@ -19,6 +19,7 @@ from jaxfb.data.config import SourceConfig
 from jaxfb.data.mixture import MixedOrder, MixedRows, Mixture
 from jaxfb.metrics import read_jsonl
 from jaxfb.training.evaluate import HeldOut
+from jaxfb.training.pretraining import Pretraining
 
 
 @pytest.fixture(scope="module")
@@ -194,6 +195,36 @@ class Stop(Callback):
 
 def losses(directory):
     return {r["step"]: r["loss"] for r in read_jsonl(directory / "run" / "metrics.jsonl") if "loss" in r}
+
+
+@pytest.mark.parametrize("allow_changes", [False, True])
+def test_a_run_goes_on_in_its_mixture_where_other_changes_are_allowed_too(texts, allow_changes):
+    """With --allow-changes the rows went on as if the newest weights had held from the start."""
+
+    def reader(**weights):
+        return Loader(corpus(texts, **weights).train, 8, total_rows=64, prefetch=0)
+
+    old, new = {"code": 3, "web": 1}, {"code": 1, "web": 3}
+    first = reader(**old)
+    for _ in range(2):
+        next(first)
+    changed = reader(**new)
+    changed.restore(first.state())
+    for _ in range(2):
+        next(changed)
+    state, expected = json.loads(json.dumps(changed.state())), [batch["tokens"] for batch in changed]
+
+    def resumed(state):
+        work = SimpleNamespace(_reader=reader(**new), _report_rate=lambda config: None)
+        Pretraining.restore(work, None, {"data": state, "config": {}}, allow_changes)
+        return work._reader
+
+    continued = resumed(state)
+    np.testing.assert_array_equal([batch["tokens"] for batch in continued], expected)
+    assert continued.state()["mixture"]["spans"] == [[0, old], [16, new]]
+    other = {**state, "seed": 7}
+    with nullcontext() if allow_changes else pytest.raises(ValueError, match="seed=7, these have seed=0"):
+        assert resumed(other).consumed_rows == state["consumed_rows"]
 
 
 @pytest.mark.slow

@@ -121,7 +121,7 @@ def test_other_conversations_may_be_allowed_but_not_another_number_of_them(tmp_p
         values = {**CONFIG, "conversations": {**section, "path": "data.jsonl"}, "run": {"dir": "run"}}
         return make_supervised_work(config_from_dict(values))
 
-    record = {"plan": work(range(8)).to_dict()}
+    record = {"plan": work(range(8)).to_dict(), "update": 1}
     work(range(8)).check_resume(record, False)
     with pytest.raises(ValueError, match="trained on other rows .* or --allow-changes .* to continue anyway"):
         work(range(8, 16)).check_resume(record, False)
@@ -131,6 +131,35 @@ def test_other_conversations_may_be_allowed_but_not_another_number_of_them(tmp_p
         with pytest.raises(ValueError, match="dataset_rows 8 vs 12") as refusal:
             more.check_resume(record, allow_changes)
         assert "--allow-changes" not in str(refusal.value)
+
+
+def test_a_run_whose_last_update_was_short_is_not_made_longer(tmp_path, monkeypatch):
+    """The rows behind the short update were passed over."""
+    monkeypatch.chdir(tmp_path)
+    conversations(tmp_path / "data.jsonl", range(10))
+    section = {
+        "path": "data.jsonl",
+        "held_out_fraction": 0.0,
+        "sequence_length": 48,
+        "template": "plain",
+    }
+
+    def work(epochs):
+        values = {
+            **CONFIG,
+            "conversations": section,
+            "batch": {"rows": 4, "epochs": epochs},
+            "run": {"dir": "run"},
+        }
+        return make_supervised_work(config_from_dict(values))
+
+    saved, longer = work(1.5), work(2)
+    assert [window.rows for window in saved.plan.windows()] == [4, 4, 2, 4, 1]
+    plan = json.loads(json.dumps(saved.to_dict()))
+    for update in range(5):
+        longer.check_resume({"plan": plan, "update": update}, False)
+    with pytest.raises(ValueError, match="consumed 15 rows in 5 updates, by this config they would be 18"):
+        longer.check_resume({"plan": plan, "update": 5}, False)
 
 
 PAIRS = {"path": "pairs.jsonl", "held_out_path": "held.jsonl", "sequence_length": 48, "template": "none"}
@@ -165,7 +194,7 @@ def work_on_pairs(**keys):
     [("path", "other.jsonl"), ("held_out_path", "held_too.jsonl"), ("held_out_path", "other.jsonl")],
 )
 def test_a_reference_is_not_used_for_other_pairs_whatever_is_allowed(pairs, key, path):
-    record = {"plan": work_on_pairs().to_dict()}
+    record = {"plan": work_on_pairs().to_dict(), "update": 1}
     for allow_changes in (False, True):
         work_on_pairs(path=shutil.copy("pairs.jsonl", "moved.jsonl")).check_resume(record, allow_changes)
         with pytest.raises(ValueError, match=rf"\[preferences\] {key}={path} gives other pairs") as refusal:

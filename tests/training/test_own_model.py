@@ -209,6 +209,14 @@ def test_a_stopped_run_goes_on_to_the_same_bits(tmp_path, data):
     chex.assert_trees_all_equal(saved(parts), saved(whole))
 
 
+def test_a_run_whose_last_update_was_short_is_not_made_longer(tmp_path):
+    """The rows behind the short update were passed over without a word."""
+    run = {"updates": None, "run": {"samples": 12}}
+    trainer(tmp_path, **run).train()
+    with pytest.raises(ValueError, match="consumed 12 rows in 2 updates, by this config they would be 16"):
+        trainer(tmp_path, **{**run, "run": {"samples": 32}}).train(resume=True)
+
+
 @pytest.mark.slow
 def test_a_model_and_a_loss_apart_and_an_evaluation(tmp_path):
     def predict(params, microbatch, rng):
