@@ -2922,6 +2922,27 @@ MUTATIONS = (
         "if dtype not in dtypes.values()]:",
         "pretrained/test_peft_config.py::test_adapters_that_are_no_floats_are_refused",
     ),
+    Mutation(
+        "a_greeting_is_learnt_with_what_the_template_writes_before_it",
+        "data/chat.py",
+        'return self.render([{**answer, "content": mark}]).partition(mark)[0]',
+        'return ""',
+        "data/test_chat.py::test_of_a_conversation_that_the_assistant_begins_nothing_before_its_words_is_learnt",
+    ),
+    Mutation(
+        "rows_behind_a_short_update_are_passed_over",
+        "training/windowed_work.py",
+        "if shift := explain_shift(",
+        "if shift := False and explain_shift(",
+        "training/test_own_model.py::test_a_run_whose_last_update_was_short_is_not_made_longer",
+    ),
+    Mutation(
+        "allowed_changes_forget_the_weights_of_a_mixture",
+        "training/pretraining.py",
+        'self._reader.restore(record["data"])',
+        'self._reader.restore({**record["data"], **({"seed": -1} if allow_changes else {})})',
+        "data/test_mixture.py::test_a_run_goes_on_in_its_mixture_where_other_changes_are_allowed_too",
+    ),
     # what processes compare
     Mutation(
         "weights_are_not_compared",

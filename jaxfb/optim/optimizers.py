@@ -34,6 +34,8 @@ IN_ANY_ORDER = ("adamw", "lion", "muon", "sgd")
 """Names of the optimizers that are `any_order`. Not adafactor, whose averages over rows and columns have other shapes
 than the parameters."""
 
+_EPS_OF_HALF = 1e-4  # below it float16 loses squared gradients to 0, and eps alone would divide what is left
+
 Rate = float | Callable[[jax.Array], jax.Array]
 
 
@@ -121,7 +123,9 @@ def make_optimizer(
 
     def init(params):
         decays_of(params)
-        if not is_ours:
+        if is_ours:
+            _check_eps(who, builder, hyperparameters, params)
+        else:
             _check_direction(who, direction)
         return OptimizerState(jnp.zeros([], jnp.int32), jnp.asarray(rate(0), float), direction.init(params))
 
@@ -152,6 +156,22 @@ def _check_by_name(who: str, builder: Callable, given: dict) -> None:
             f"{shown(given['hyperparameters'])}; to inject rates, write "
             f"optax.inject_hyperparams(lambda rate: {call})(rate=...)"
         )
+
+
+def _check_eps(who: str, builder: Callable, given: dict, params: PyTree) -> None:
+    """Refuses an eps that the parameters' dtype does not have, since a gradient of 0 would be divided by 0."""
+    eps = given.get("eps", getattr(signature(builder).parameters.get("eps"), "default", 0))
+    if is_injected(eps) or not eps:
+        return
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        dtype = jnp.result_type(leaf)
+        if jnp.issubdtype(dtype, jnp.floating) and np.asarray(eps, dtype) == 0:
+            raise Refused(
+                f"{who}: eps={eps} is 0 in {dtype}, the dtype of params{jax.tree_util.keystr(path)}, so a gradient of "
+                f"0 would be divided by 0; use eps={_EPS_OF_HALF}, or parameters in float32 with compute_dtype="
+                f'"{dtype}"',
+                [{"eps": _EPS_OF_HALF}],
+            )
 
 
 def learning_rate_of(
