@@ -3346,7 +3346,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_run_is_to_be_resumed_with_a_limit_that_it_has_reached",
-        "training/continuing.py",
+        "training/reporting/continuing.py",
         "limit is not None and limit <= run.done",
         "limit is not None and limit < run.done",
         "training/test_own_model.py::test_data_of_another_kind_does_not_continue_a_run",

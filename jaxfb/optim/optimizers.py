@@ -10,6 +10,7 @@ no accumulation in here: `jaxfb.gradients` clips, and `forward_backward` hands o
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from inspect import signature
@@ -124,7 +125,7 @@ def make_optimizer(
     def init(params):
         decays_of(params)
         if is_ours:
-            _check_eps(who, builder, hyperparameters, params)
+            _warn_of_eps(who, builder, hyperparameters, params)
         else:
             _check_direction(who, direction)
         return OptimizerState(jnp.zeros([], jnp.int32), jnp.asarray(rate(0), float), direction.init(params))
@@ -158,20 +159,21 @@ def _check_by_name(who: str, builder: Callable, given: dict) -> None:
         )
 
 
-def _check_eps(who: str, builder: Callable, given: dict, params: PyTree) -> None:
-    """Refuses an eps that the parameters' dtype does not have, since a gradient of 0 would be divided by 0."""
+def _warn_of_eps(who: str, builder: Callable, given: dict, params: PyTree) -> None:
+    """Warns of an eps that the parameters' dtype does not have: an update with a gradient of exactly 0 is skipped."""
     eps = given.get("eps", getattr(signature(builder).parameters.get("eps"), "default", 0))
     if is_injected(eps) or not eps:
         return
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         dtype = jnp.result_type(leaf)
         if jnp.issubdtype(dtype, jnp.floating) and np.asarray(eps, dtype) == 0:
-            raise Refused(
-                f"{who}: eps={eps} is 0 in {dtype}, the dtype of params{jax.tree_util.keystr(path)}, so a gradient of "
-                f"0 would be divided by 0; use eps={_EPS_OF_HALF}, or parameters in float32 with compute_dtype="
-                f'"{dtype}"',
-                [{"eps": _EPS_OF_HALF}],
+            warnings.warn(
+                f"{who}: eps={eps} is 0 in {dtype}, the dtype of params{jax.tree_util.keystr(path)}, so an update in "
+                "which a gradient is exactly 0 divides it by 0 and is skipped as not finite; use "
+                f'eps={_EPS_OF_HALF}, or parameters in float32 with compute_dtype="{dtype}"',
+                stacklevel=3,
             )
+            return
 
 
 def learning_rate_of(

@@ -116,14 +116,8 @@ def _step_of(source: Path, config: Any, update: int | str) -> int:
         best = store.best()
         if best is None:
             metric = config.checkpoint.keep_best
-            why = (
-                "checkpoint.keep_best is null"
-                if metric is None
-                else f"none was saved with the metric {metric}"
-            )
-            raise Refused(
-                f"[export] no checkpoint is known to be the best, since {why}; choose one of {have}"
-            )
+            why = f"none was saved with the metric {metric}" if metric else "checkpoint.keep_best is null"
+            raise Refused(f"[export] no checkpoint is known to be the best: {why}; choose one of {have}")
         return best
     if type(update) is not int or update not in steps:
         raise Refused(f'[export] update={shown(update)} must be "best" or one of {have}')

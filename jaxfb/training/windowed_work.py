@@ -62,9 +62,7 @@ class WindowedWork(Work):
         if difference := explain_difference(before, self.run_plan.train, ramp_up=ramp_up):
             raise Refused(difference)
         position = record["data"]
-        consumed = position.get(
-            "start", position.get("consumed_rows")
-        )  # of rows of your own, and of packed ones
+        consumed = position.get("start", position.get("consumed_rows"))  # of rows of your own, of packed ones
         if shift := explain_shift(self.run_plan, record["update"], consumed):
             raise Refused(shift)
 

@@ -220,10 +220,6 @@ def left_behind(cluster):
         return find_place(HostsConfig(cluster=cluster))
 
 
-def optimizer_of_halves(eps):
-    return jaxfb.make_optimizer(learning_rate=0.1, eps=eps).init({"w": np.ones(2, np.float16)})
-
-
 def packed_step(dropout=True):
     plan = BatchPlan(rows=8, max_tokens_per_microbatch=64, sequence_length=8, packing=True)
     return jaxfb.make_train_step(
@@ -559,7 +555,6 @@ REFUSED = [
     (lambda schedule: KINDS[schedule], dict(schedule="1f1c")),
     (clip, dict(max_grad_norm=-1.0)),
     (clip, dict(clip_convention="torhc")),
-    (optimizer_of_halves, dict(eps=1e-8)),
     (packed_step, dict(dropout=True)),
     (reordered_step, dict(layer_order="pipeline")),
     (memory_of_toaster, dict(optimizer_memory="host")),

@@ -68,9 +68,7 @@ def test_the_best_checkpoint_is_exported_or_any_that_is_named(tmp_path, capsys):
     config = run / "config.yaml"
     config.write_text(config.read_text().replace("keep_best: eval/loss", "keep_best: null"))
     assert main(["export-hf", str(run), str(tmp_path / "x"), "--update", "best"]) == 2
-    assert (
-        "no checkpoint is known to be the best, since checkpoint.keep_best is null" in capsys.readouterr().err
-    )
+    assert "no checkpoint is known to be the best: checkpoint.keep_best is null" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
 
 

@@ -155,7 +155,8 @@ def test_a_run_on_a_task_of_a_program_is_continued_by_that_program():
         (Own(), "post_train(config, task=task, resume=True)"),
     ):
         work = make_policy_work(with_(), task)
-        assert again(SimpleNamespace(work=work, directory=directory)).endswith(call)
+        run = SimpleNamespace(work=work, directory=directory, config=with_(), done=1)
+        assert again(run).endswith(call)
         words = already_finished(directory, work.config, 4)
         assert "resume it with a larger rollout.rollouts (--resume, or resume=True in a program)" in words
         assert words.endswith("; to start over, use --fresh (fresh=True)")
