@@ -2661,6 +2661,14 @@ MUTATIONS = (
         "parallel/test_row_order.py::test_pipelines_of_several_chunks_keep_the_order",
     ),
     Mutation(
+        "inputs_of_layers_in_the_order_of_rows",
+        "forward_backward/layers/stage.py",
+        'if self._keep == "residuals" else hidden',
+        'if self._keep != "residuals" else hidden',
+        "parallel/test_row_order.py::"
+        "test_layers_hand_on_their_output_in_the_order_of_rows_where_it_is_a_residual",
+    ),
+    Mutation(
         "sums_in_any_order_behind_an_event",
         "forward_backward/pipeline/executor.py",
         "lambda given: same(do(same(given)))",

@@ -68,13 +68,22 @@ def test_sums_leave_both_branches_of_an_event_in_the_order_of_rows(on_tpu, keeps
     "schedule, chunks, ordered", [("interleaved", 2, True), ("zb_v", 2, True), ("1f1b", 1, False)]
 )
 def test_pipelines_of_several_chunks_keep_the_order(on_tpu, schedule, chunks, ordered):
-    config = load_config(
-        "configs/quickstart.yaml",
-        [
-            *("model.num_layers=8", "model.hidden_size=32", "model.mlp_size=64", "data.sequence_length=32"),
-            *("batch.rows=16", "batch.num_microbatches=8", "mesh.data=1", "mesh.pp=4"),
-            *("parallel.remat=layer", f"schedule={schedule}", f"chunks={chunks}"),
-        ],
+    more = ("mesh.pp=4", "parallel.remat=layer", f"schedule={schedule}", f"chunks={chunks}")
+    assert (times_in_step(4, *more) > 0) == ordered
+
+
+@pytest.mark.parametrize("remat, times", [("selective", 2), ("none", 2), ("layer", 0), ("full", 0)])
+def test_layers_hand_on_their_output_in_the_order_of_rows_where_it_is_a_residual(on_tpu, remat, times):
+    """Before a layer and behind it, in the loop over the layers of the forward."""
+    assert times_in_step(1, f"parallel.remat={remat}") == times
+
+
+def times_in_step(devices: int, *more: str) -> int:
+    """Returns how often a small model's step asks for an order."""
+    small = ("model.num_layers=8", "model.hidden_size=32", "model.mlp_size=64", "data.sequence_length=32")
+    rows = ("batch.rows=16", "batch.num_microbatches=8", "mesh.data=1")
+    job = make_job(
+        load_config("configs/quickstart.yaml", [*small, *rows, *more]),
+        jaxfb.make_mesh(pipe=devices, devices=jax.devices()[:devices]),
     )
-    job = make_job(config, jaxfb.make_mesh(pipe=4, devices=jax.devices()[:4]))
-    assert (" layout_constraint[" in str(job.step.trace(job.state, job.batch).jaxpr)) == ordered
+    return str(job.step.trace(job.state, job.batch).jaxpr).count(" layout_constraint[")
