@@ -2661,6 +2661,13 @@ MUTATIONS = (
         "parallel/test_row_order.py::test_pipelines_of_several_chunks_keep_the_order",
     ),
     Mutation(
+        "queries_and_keys_rotated_again_in_the_backward",
+        "forward_backward/layers/remat.py",
+        "_NAMED = {attention.KEPT, ",
+        "_NAMED = {",
+        "models/test_transformer.py::test_selective_keeps_queries_and_keys_rotated",
+    ),
+    Mutation(
         "inputs_of_layers_in_the_order_of_rows",
         "forward_backward/layers/stage.py",
         'if self._keep == "residuals" else hidden',

@@ -1,5 +1,7 @@
 """The transformer's own laws: packing, row splits, dtypes and where params are born change nothing."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from whole import apply, hidden_states, logits
 
-from jaxfb.models.attention import choose_backend
+import jaxfb
+from jaxfb.models.attention import KEPT, choose_backend
 from jaxfb.models.attention_kernels.blocked_attention import blocked_attention
 from jaxfb.models.block import Block, rebuilder
 from jaxfb.models.config import TransformerConfig
@@ -48,6 +51,21 @@ def test_packed_documents_are_as_if_alone(params):
         alone = all_logits(CONFIG, params, {"tokens": document[None]})[0]
         np.testing.assert_allclose(together[start : start + len(document)], alone, rtol=0, atol=1e-13)
     assert np.isfinite(together).all()
+
+
+@pytest.mark.parametrize(
+    "remat, norm, times", [("selective", False, 2), ("layer", False, 4), ("selective", True, 0)]
+)
+def test_selective_keeps_queries_and_keys_rotated(remat, norm, times):
+    """Neither is rotated again in the backward; of what a norm has made, the backward reads what it was made from."""
+    config = replace(CONFIG, qk_norm=norm)
+    params = jax.eval_shape(lambda key: init_params(config, key), jax.random.key(0))
+    fb = jaxfb.get_forward_backward_func(remat=remat)
+    batch = {name: np.ones((4, 8), np.int32) for name in ("tokens", "targets", "loss_mask")}
+    plan = jaxfb.BatchPlan(rows=4, num_microbatches=2)
+    keys = jax.random.key(1)
+    program = jax.make_jaxpr(lambda params: fb(transformer(config), params, batch, plan, keys).grads)(params)
+    assert str(program).count(f"name={KEPT}]") == times
 
 
 def test_dropout_follows_the_row_wherever_it_goes(params):

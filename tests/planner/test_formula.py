@@ -269,11 +269,16 @@ def test_a_layer_computed_again_needs_no_outputs_of_its_experts(config, topology
 
 def test_selective_keeps_what_the_backward_reads():
     """A layer's input, queries, keys, values, attention's answer before and after its last product, and both halves of
-    the MLP's middle, of 4096 tokens; not the MLP's answer. One of the hidden states is there in a second layout.
+    the MLP's middle, of 4096 tokens; not the MLP's answer. Normalised projections are there in a second layout.
     """
-    config = load_config("configs/8b.yaml", ["parallel.remat=selective", "mesh.fsdp=64"])
     a_token = 4096 + 4096 + 1024 + 1024 + 4096 + 4096 + 2 * 14336
-    for topology, again in {"v5p:4x4x4": 4096, "v5e:8x8": 0}.items():
+    for norm, topology, again in (
+        ("false", "v5p:4x4x4", 0),
+        ("true", "v5p:4x4x4", 4096),
+        ("true", "v5e:8x8", 0),
+    ):
+        layout = ["parallel.remat=selective", "mesh.fsdp=64", f"model.qk_norm={norm}"]
+        config = load_config("configs/8b.yaml", layout)
         kept = kept_bytes(config, model_sizes(config), parse_topology(topology))
         assert kept == 2 * 4096 * 32 * (a_token + again)
 

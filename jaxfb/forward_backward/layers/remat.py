@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxfb.models import grouped_matmul
+from jaxfb.models import attention, grouped_matmul
 from jaxfb.models.attention_kernels import splash
 from jaxfb.parallel.host_memory import HOST
 
@@ -22,7 +22,7 @@ PIPELINE_KEEPS = {
 }
 """What a slot of a pipeline keeps of a stage's forward; see `Stage`."""
 _INPUT = "input of a layer"
-_NAMED = {splash.KEPT, grouped_matmul.KEPT}
+_NAMED = {attention.KEPT, splash.KEPT, grouped_matmul.KEPT}
 
 # flash attention: its output and softmax sums take no more memory than a product with a weight. cuDNN's is a primitive;
 # splash names the two, since what its kernel writes has the sums 128 times
@@ -43,8 +43,8 @@ def checkpoint_layer(layer: Callable, name: str, keep_gathered: bool = True) -> 
     """Returns `layer` with the recomputation of that name.
 
     "none" keeps every intermediate; "selective" keeps the outputs of matrix products with a weight, experts' included,
-    and of flash attention (cuDNN's, or splash on a TPU), and computes elementwise work, the exchange of rows with
-    experts and any other attention again; "layer", "halves" and "full" keep the layer's input only; "offload" too, in
+    and of flash attention (cuDNN's, or splash on a TPU), queries and keys as attention reads them, and computes
+    elementwise work, the exchange of rows with experts and any other attention again; "layer", "halves" and "full" keep the layer's input only; "offload" too, in
     the host's memory.
     keep_gathered=False never keeps an all-gathered weight, whatever the name: the backward gathers it again.
     """
