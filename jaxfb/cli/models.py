@@ -91,9 +91,15 @@ def export_hf(options) -> None:
     """Writes a run as Hugging Face files."""
     from jaxfb.training.hugging_face import export_run
 
-    given = options.update
-    update = int(given) if given is not None and given.isdecimal() else given
+    update = _update_of(options.update)
     with terminated_like_ctrl_c():  # which removes what was written
         written = export_run(options.run_dir, options.directory, options.dtype, options.adapter, update)
     for path in written:
         print(f"wrote {path}")
+
+
+def _update_of(given: str | None) -> int | str | None:
+    try:
+        return given if given is None else int(given)
+    except ValueError:
+        return given

@@ -30,7 +30,7 @@ def check_new(path: str | Path, option: str = "") -> Path:
             f"[hf] {target} has an unfinished model, which another process writes, or was killed while it wrote it; "
             f"remove {target}, or choose another{option}"
         )
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    if os.path.lexists(target) and (not target.is_dir() or any(target.iterdir())):
         raise Refused(f"[hf] {target} must be a new or an empty directory; choose another{option}")
     return target
 

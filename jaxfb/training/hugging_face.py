@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxfb.checkpoint.damage import damage
 from jaxfb.checkpoint.store import CheckpointStore
 from jaxfb.checkpoint.stored_parts import StoredArrays
 from jaxfb.config import config_from_dict, load_config, refuse_own_model, save_yaml, saved_run
@@ -29,7 +30,7 @@ from jaxfb.pretrained.new_directory import NO_SPACE, check_new, new_directory, w
 from jaxfb.pretrained.peft import save_adapter
 from jaxfb.pretrained.repository import open_repository, read_json
 from jaxfb.pretrained.tensor_files import NAMES
-from jaxfb.refusal import Refused, choice, shown
+from jaxfb.refusal import Missing, Refused, StorageError, choice, shown
 from jaxfb.trainable import name_of
 from jaxfb.training.exported_tokenizer import add_tokenizer, token_ids
 from jaxfb.training.from_config.sizes import abstract_params, config_with_model
@@ -111,7 +112,12 @@ def _step_of(source: Path, config: Any, update: int | str) -> int:
     """Returns the checkpoint that was saved after an update, or the "best" one."""
     store = CheckpointStore(source / "checkpoints", keep_best=config.checkpoint.keep_best)
     steps = store.steps()
-    have = f"the updates that {source} has saved: {', '.join(map(str, steps)) or 'none'}"
+    if not steps:
+        raise Missing(
+            f"[export] {source} has saved no update, so update={shown(update)} names none; leave it out to export an "
+            "imported model as it is"
+        )
+    have = f"the updates that {source} has saved: {', '.join(map(str, steps))}"
     if update == "best":
         best = store.best()
         if best is None:
@@ -164,6 +170,10 @@ def _export_checkpoint(
         except Exception as error:  # damage shows up as any of a dozen storage errors
             if isinstance(error, OSError) and error.errno in _OF_THE_TARGET:
                 raise
+            if given is not None:
+                raise StorageError(
+                    f"[export] update {step} of {source} {damage(store.directory / str(step), error)}"
+                ) from error
             log.warning("[export] skipping update %d of %s: %s", step, source, error)
     raise Refused(f"[export] no checkpoint of {source} can be read whole")
 

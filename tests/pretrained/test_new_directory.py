@@ -31,6 +31,12 @@ def test_what_was_written_is_removed(tmp_path, error, was_there):
         assert error.filename == str(target)
 
 
+def test_a_link_to_nothing_is_refused(tmp_path):
+    (tmp_path / "link").symlink_to("nothing")
+    with pytest.raises(ValueError, match="link must be a new or an empty directory"):
+        check_new(tmp_path / "link")
+
+
 @pytest.mark.parametrize("command", ["import-hf", "export-hf", "export-hf --dtype float16"])
 def test_a_second_attempt_finds_the_directory_new(tmp_path, command, monkeypatch, capsys):
     run, out = tmp_path / "run", tmp_path / "out"

@@ -49,6 +49,9 @@ def test_a_run_goes_out_as_it_came_in(name, tmp_path, capsys):
 def test_the_best_checkpoint_is_exported_or_any_that_is_named(tmp_path, capsys):
     run = tmp_path / "run"
     assert main(["import-hf", str(GOLDEN / "hf_llama31_tiny"), "--out", str(run)]) == 0
+    for given in ("best", "4"):
+        assert main(["export-hf", str(run), str(tmp_path / "x"), "--update", given]) == 2
+        assert f"{run} has saved no update, so update=" in capsys.readouterr().err
     repository = open_repository(GOLDEN / "hf_llama31_tiny")
     params = load_params(repository, sizes := sizes_of(repository.config), shapes_of(sizes))
     with CheckpointStore(run / "checkpoints", asynchronous=False) as store:
@@ -62,13 +65,17 @@ def test_the_best_checkpoint_is_exported_or_any_that_is_named(tmp_path, capsys):
         scale = load_file(out / "model.safetensors")["model.norm.weight"]
         np.testing.assert_allclose(scale, before + added, rtol=1e-6)
     capsys.readouterr()
-    for given in ("3", "bets"):
+    for given in ("3", "bets", "-2", "9" * 5000):
         assert main(["export-hf", str(run), str(tmp_path / "x"), "--update", given]) == 2
         assert f"the updates that {run} has saved: 2, 4, 6" in capsys.readouterr().err
     config = run / "config.yaml"
     config.write_text(config.read_text().replace("keep_best: eval/loss", "keep_best: null"))
     assert main(["export-hf", str(run), str(tmp_path / "x"), "--update", "best"]) == 2
     assert "no checkpoint is known to be the best: checkpoint.keep_best is null" in capsys.readouterr().err
+    for file in (run / "checkpoints" / "4").rglob("d/*"):
+        file.write_bytes(b"")
+    assert main(["export-hf", str(run), str(tmp_path / "x"), "--update", "4"]) != 0
+    assert f"jaxfb: [export] update 4 of {run} is damaged" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
 
 
