@@ -130,8 +130,12 @@ def _judged(task: Task, name: str, problem: Problem, response: Response) -> Any:
     try:
         with _same_settings(name):
             judged = getattr(task, name)(problem, response)
-    except (Exception, SystemExit) as error:  # a reward may run code of a response, which may end the program
+    except BaseException as error:
         end_if_forked(process, error)
+        if not isinstance(
+            error, Exception | SystemExit
+        ):  # code of a response may end the program by SystemExit
+            raise
         line = extract_tb(error.__traceback__)[-1]
         raise BadJudgement(
             f"[task] {name} raised {shown(error, 300)} in {Path(line.filename).name}, line {line.lineno}, for prompt "

@@ -79,17 +79,18 @@ def test_a_child_that_comes_back_from_a_reward_does_not_continue_the_run():
     assert "ValueError: what it raised" in done.stderr and "SystemExit" not in done.stderr
 
 
+@pytest.mark.parametrize("leave, code", [("sys.exit(5)", 5), ("raise KeyboardInterrupt", 1)])
 @pytest.mark.parametrize("name", ["reward", "is_correct"])
-def test_a_judgement_is_that_of_this_process(name):
-    """A child that left a reward by `sys.exit` went on as the run did, and wrote into its directory."""
+def test_a_judgement_is_that_of_this_process(name, leave, code):
+    """A child that left a reward by `sys.exit` or Ctrl-C went on as the run did, and wrote into its directory."""
     script = f"""
 from jaxfb.rl.tasks import Problem, Response, checked_correct, checked_reward
 class Forks:
     def {name}(self, problem, response):
         child = os.fork()
         if not child:
-            sys.exit(5)
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+            {leave}
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == {code}
 judged = {dict(reward="checked_reward", is_correct="checked_correct")[name]}
 print(judged(Forks(), Problem("a", "b"), Response("b")))
 """
