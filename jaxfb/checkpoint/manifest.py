@@ -82,8 +82,8 @@ def with_sharding_of_its_rank(leaf: jax.Array) -> jax.Array:
 
 _ANOTHER_CONFIG = "use the config saved with it, or another run directory"
 _ANOTHER_OPTIMIZER = (
-    "use the optimizer saved with it, or begin another run with the parameters alone: by model.from, of what `jaxfb "
-    'export-hf` writes, or in a program by restore({"params": ...}, partial=True)'
+    "use the optimizer saved with it, or begin another run with the parameters alone: set model.from to a directory "
+    'that `jaxfb export-hf` wrote, or in a program call restore({"params": ...}, partial=True)'
 )
 
 

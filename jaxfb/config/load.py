@@ -273,7 +273,7 @@ def _not_found(path: Path) -> str:
     if path.parent.parent.name == "checkpoints" and holds_a_run(run):
         return (
             f"[config] {path.parent} is a checkpoint of the run {run}; give {run}, whose newest checkpoint is read, or "
-            f"what this writes: jaxfb export-hf {run} DIR --update {path.parent.name}"
+            f"what this writes: jaxfb export-hf {shlex.quote(str(run))} DIR --update {path.parent.name}"
         )
     names = sorted(p.name for p in _beside(path) if p.name.isprintable())
     if close := difflib.get_close_matches(path.name, names, n=1, cutoff=0.5):

@@ -82,7 +82,8 @@ def export_run(
       dtype: of the weights; None is that of the model that the run was imported from, else float32.
       adapter: write the adapters alone, in PEFT's format; otherwise those of a run with `lora` are merged into the
         kernels.
-      update: after which the checkpoint was saved; "best": where `checkpoint.keep_best` is lowest; None: the newest.
+      update: after which the checkpoint was saved; "best": the one whose metric `checkpoint.keep_best` is lowest;
+        None: the newest.
 
     Raises:
       ValueError: there is no such checkpoint, no architecture of transformers computes what this model computes, or

@@ -1,1 +1,1 @@
-"""Calls the user's loss function, and finds out what its results read and add up, for rows, tokens and devices."""
+"""Calls the user's loss function, checks what it returns, and finds out what its results read and add up."""

@@ -1,1 +1,1 @@
-"""Notices updates that went wrong: spikes of the loss, devices that compute wrongly; dumps to compute them again."""
+"""Notices updates that went wrong, by spikes of the loss or devices that compute wrongly, and computes them again."""
