@@ -63,6 +63,8 @@ class WindowedWork(Work):
             raise Refused(difference)
         position = record["data"]
         consumed = position.get("start", position.get("consumed_rows"))  # of rows of your own, of packed ones
+        if consumed is None:  # saved by an older version
+            return
         if shift := explain_shift(self.run_plan, record["update"], consumed):
             raise Refused(shift)
 

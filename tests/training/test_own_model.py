@@ -19,6 +19,7 @@ from jaxfb.cli.commands import main
 from jaxfb.data.loader import row_order
 from jaxfb.metrics import read_jsonl
 from jaxfb.schedules import make
+from jaxfb.training.custom import Custom
 from jaxfb.training.rows.own_rows import own_rows
 
 ROWS, UPDATES = 24, 6
@@ -215,6 +216,14 @@ def test_a_run_whose_last_update_was_short_is_not_made_longer(tmp_path):
     trainer(tmp_path, **run).train()
     with pytest.raises(ValueError, match="consumed 12 rows in 2 updates, by this config they would be 16"):
         trainer(tmp_path, **{**run, "run": {"samples": 32}}).train(resume=True)
+
+
+def test_a_run_saved_without_the_rows_consumed_goes_on(tmp_path, monkeypatch):
+    """Older versions did not save them for rows that can be asked for by number."""
+    with monkeypatch.context() as older:
+        older.setattr(Custom, "host", lambda self, done: {"data": {"num_rows": ROWS}})
+        assert trainer(tmp_path, callbacks=[Stop()]).train().status == "stopped"
+    assert trainer(tmp_path).train(resume=True).status == "finished"
 
 
 @pytest.mark.slow
