@@ -2260,11 +2260,25 @@ MUTATIONS = (
         "rl/test_tasks.py::test_a_setting_of_jax_that_a_reward_changes_is_changed_back",
     ),
     Mutation(
+        "forked_child_leaves_a_reward_by_ctrl_c",
+        "rl/tasks.py",
+        "    except BaseException as error:  # Ctrl-C",
+        "    except GeneratorExit as error:  # Ctrl-C",
+        "process/test_forks.py::test_a_judgement_is_that_of_this_process",
+    ),
+    Mutation(
         "forked_child_keeps_the_lock_of_a_run",
         "process/forks.py",
-        "        os.close(file)\n",
-        "        pass\n",
+        "            os.close(file)\n",
+        "            pass\n",
         "process/test_forks.py::test_a_child_that_outlives_a_killed_run_does_not_keep_its_directory",
+    ),
+    Mutation(
+        "damage_of_the_update_to_export_is_passed_over",
+        "training/hugging_face.py",
+        "            if given is not None:\n",
+        "            if False:\n",
+        "pretrained/test_run.py::test_the_best_checkpoint_is_exported_or_any_that_is_named",
     ),
     Mutation(
         "part_of_a_model_left_where_an_export_failed",

@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 import traceback
+from contextlib import suppress
 
 from jaxfb.process.signals import ENDING
 
@@ -59,7 +60,8 @@ def _in_child() -> None:
     if ours:
         signal.set_wakeup_fd(-1)
     for file in _closed_in_children:
-        os.close(file)
+        with suppress(OSError):  # closed by somebody else
+            os.close(file)
     _closed_in_children.clear()
     signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)
 

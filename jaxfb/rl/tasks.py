@@ -130,18 +130,17 @@ def _judged(task: Task, name: str, problem: Problem, response: Response) -> Any:
     try:
         with _same_settings(name):
             judged = getattr(task, name)(problem, response)
-    except BaseException as error:
+    except (Exception, SystemExit) as error:  # a reward may run code of a response, which may end the program
         end_if_forked(process, error)
-        if not isinstance(
-            error, Exception | SystemExit
-        ):  # code of a response may end the program by SystemExit
-            raise
         line = extract_tb(error.__traceback__)[-1]
         raise BadJudgement(
             f"[task] {name} raised {shown(error, 300)} in {Path(line.filename).name}, line {line.lineno}, for prompt "
             f"{_short(problem.prompt)} and response {_short(response)}; catch it there and return "
             f"{'0.0' if name == 'reward' else 'False'} for a response that cannot be judged"
         ) from error
+    except BaseException as error:  # Ctrl-C, which a terminal sends to children too
+        end_if_forked(process, error)
+        raise
     end_if_forked(process)
     here.tick()  # a rollout has many, each of which may take long
     if _asked(problem) != before:

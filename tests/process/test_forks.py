@@ -73,6 +73,22 @@ def test_a_child_that_outlives_a_killed_run_does_not_keep_its_directory(tmp_path
     assert "is in use by process" in refused and taken == "taken"
 
 
+def test_a_child_ends_by_signals_where_the_lock_was_closed_by_somebody_else():
+    """The signals stayed blocked in it, so that `terminate` did not end it."""
+    script = """
+from jaxfb.process.forks import close_in_children
+close_in_children(os.open("/dev/null", os.O_RDONLY))
+os.closerange(3, 64)
+child = os.fork()
+if not child:
+    print(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+    sys.stdout.flush()
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+    assert run(script).stdout.split() == ["set()"]
+
+
 def test_a_child_that_comes_back_from_a_reward_does_not_continue_the_run():
     done = run(BACK)
     assert done.stdout.split() == ["0", "0", "7", "1", "1"]
