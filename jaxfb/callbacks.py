@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
+from jaxfb.process.forks import ending_children
 from jaxfb.refusal import Refused, function, is_several, refuse, shown
 
 HOOKS = (
@@ -166,7 +167,8 @@ def checked(callbacks: Iterable[Callback]) -> tuple[Callback, ...]:
 def _in_order(functions: list[Callable]) -> Callable:
     def call(*args):
         for each in functions:
-            each(*args)
+            with ending_children():
+                each(*args)
 
     return call
 

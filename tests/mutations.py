@@ -2261,9 +2261,9 @@ MUTATIONS = (
     ),
     Mutation(
         "forked_child_leaves_a_reward_by_ctrl_c",
-        "rl/tasks.py",
-        "    except BaseException as error:  # Ctrl-C",
-        "    except GeneratorExit as error:  # Ctrl-C",
+        "process/forks.py",
+        "    except BaseException as error:\n",
+        "    except (Exception, SystemExit) as error:\n",
         "process/test_forks.py::test_a_judgement_is_that_of_this_process",
     ),
     Mutation(

@@ -11,7 +11,8 @@ import os
 import signal
 import threading
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from jaxfb.process.signals import ENDING
 
@@ -27,6 +28,18 @@ def close_in_children(file: int) -> None:
 def forget(file: int) -> None:
     """Takes back `close_in_children`, before the descriptor is closed here and its number is given to another file."""
     _closed_in_children.discard(file)
+
+
+@contextmanager
+def ending_children() -> Iterator[None]:
+    """Ends a process that was forked inside the context once it leaves it, as by an error or Ctrl-C."""
+    process = os.getpid()
+    try:
+        yield
+    except BaseException as error:
+        end_if_forked(process, error)
+        raise
+    end_if_forked(process)
 
 
 def end_if_forked(process: int, error: BaseException | None = None) -> None:

@@ -6,7 +6,6 @@ Any object with the members of `Task` is a task.
 from __future__ import annotations
 
 import hashlib
-import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from jaxfb.config.policy import each_once
 from jaxfb.data.chat import Chat, Message
 from jaxfb.data.conversations import ROLES
 from jaxfb.platforms.compat import config_value
-from jaxfb.process.forks import end_if_forked
+from jaxfb.process.forks import ending_children
 from jaxfb.process.position import here
 from jaxfb.refusal import Refused, choice, function, refuse, shown, text
 from jaxfb.training.job.agreement import FLAGS
@@ -126,22 +125,17 @@ def checked_correct(task: Task, problem: Problem, response: Response) -> bool:
 
 def _judged(task: Task, name: str, problem: Problem, response: Response) -> Any:
     """Calls a task's function; an error of it becomes a refusal, before which a run saves what is done."""
-    before, process = _asked(problem), os.getpid()
+    before = _asked(problem)
     try:
-        with _same_settings(name):
+        with ending_children(), _same_settings(name):
             judged = getattr(task, name)(problem, response)
     except (Exception, SystemExit) as error:  # a reward may run code of a response, which may end the program
-        end_if_forked(process, error)
         line = extract_tb(error.__traceback__)[-1]
         raise BadJudgement(
             f"[task] {name} raised {shown(error, 300)} in {Path(line.filename).name}, line {line.lineno}, for prompt "
             f"{_short(problem.prompt)} and response {_short(response)}; catch it there and return "
             f"{'0.0' if name == 'reward' else 'False'} for a response that cannot be judged"
         ) from error
-    except BaseException as error:  # Ctrl-C, which a terminal sends to children too
-        end_if_forked(process, error)
-        raise
-    end_if_forked(process)
     here.tick()  # a rollout has many, each of which may take long
     if _asked(problem) != before:
         raise BadJudgement(

@@ -12,6 +12,7 @@ from jaxfb.forward_backward.arguments import deleted_leaf
 from jaxfb.metrics import Pending
 from jaxfb.platforms.runtime_errors import as_runtime_errors
 from jaxfb.process.fault_points import reach
+from jaxfb.process.forks import ending_children
 from jaxfb.process.position import here
 from jaxfb.training.ending import after_failures, after_fault
 from jaxfb.training.guard import DeviceFault, GuardAbort, NonFiniteAbort
@@ -182,7 +183,7 @@ class Updates:
         all; where one refuses, the others wait in the next update, so that there is nobody to save with.
         """
         try:
-            with as_runtime_errors():
+            with as_runtime_errors(), ending_children():
                 return read()
         except ValueError as error:
             self._arrive()

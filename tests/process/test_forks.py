@@ -113,6 +113,26 @@ print(judged(Forks(), Problem("a", "b"), Response("b")))
     assert run(script).stdout.split() == [{"reward": "1.0", "is_correct": "True"}[name]]
 
 
+def test_a_child_that_comes_back_from_a_callback_or_from_reading_rows_ends():
+    """It continued the run until it waited, for ever, for threads that it does not have."""
+    script = """
+from jaxfb.callbacks import callback, combine
+from jaxfb.training.updates import Updates
+def forks(*_):
+    child = os.fork()
+    if child:
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    elif len(codes) % 2:
+        raise ValueError("of the child")
+codes = []
+for _ in range(2):
+    combine([callback(on_eval=forks)]).on_eval(1, {})
+    Updates._or_save_first(None, forks)
+print(codes)
+"""
+    assert run(script).stdout == "[0, 1, 0, 1]\n"
+
+
 def run(script, *arguments):
     command = [sys.executable, "-c", START + script, *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
