@@ -374,6 +374,8 @@ def replace_damaged_programs() -> None:
     def or_removed(key: str, *others: Any, **options: Any) -> Any:
         try:
             return read(key, *others, **options)
+        except (OSError, MemoryError):  # of the machine, not of what the file holds
+            raise
         except Exception:
             directory = str(config_value("jax_compilation_cache_dir"))
             if "://" not in directory:

@@ -7,8 +7,10 @@ import sys
 
 import jax
 import pytest
+from jax._src import compilation_cache
 from processes import ROOT
 
+from jaxfb.platforms.compat import replace_damaged_programs
 from jaxfb.training.compile_cache import use_compile_cache
 
 
@@ -67,6 +69,7 @@ def test_a_cache_on_a_read_only_disk_is_read(no_directory, monkeypatch):
 CUT = """
 import pathlib, sys, warnings
 import jax, jax.numpy as jnp
+from jaxfb.platforms.compat import replace_damaged_programs
 from jaxfb.training.compile_cache import use_compile_cache
 warnings.simplefilter("ignore")
 directory = use_compile_cache(sys.argv[1])
@@ -90,3 +93,22 @@ def test_a_program_that_was_cut_short_is_written_again(tmp_path):
     alone = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, env=alone)
     assert done.stdout.split() == ["1", "True"], done.stderr
+
+
+@pytest.mark.parametrize(
+    "error, stays", [(OSError(errno.EMFILE, "too many open files"), True), (EOFError(), False)]
+)
+def test_a_program_that_cannot_be_read_for_now_stays(tmp_path, monkeypatch, error, stays):
+    """Too many open files removed sound programs from the cache, which others may share."""
+
+    def read(key):
+        raise error
+
+    program = tmp_path / "key-cache"
+    program.write_bytes(b"a program")
+    monkeypatch.setattr("jaxfb.platforms.compat.config_value", lambda name: str(tmp_path))
+    monkeypatch.setattr(compilation_cache, "get_executable_and_time", read)
+    replace_damaged_programs()
+    with pytest.raises(type(error)):
+        compilation_cache.get_executable_and_time("key")
+    assert program.exists() == stays
