@@ -48,8 +48,8 @@ def explain_shift(plan: RunPlan, update: int, consumed_rows: int) -> str | None:
         return None
     return (
         f"[run] the saved run consumed {consumed_rows} rows in {update} updates, by this config they would be {end}: "
-        "an update has fewer rows at the end of a run or an epoch, and this length moves that end; resume with the "
-        "saved run's length"
+        "an update has fewer rows at the end of a run or of an epoch, and this config moves that end; resume with the "
+        "saved run's length and as many rows of data"
     )
 
 
