@@ -59,7 +59,7 @@ def end_if_forked(process: int, error: BaseException | None = None) -> None:
 
 def _before() -> None:
     # a signal to the child that came before `_in_child` would count as one to the run
-    _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING if _caught() else ())
 
 
 def _in_parent() -> None:
@@ -67,7 +67,7 @@ def _in_parent() -> None:
 
 
 def _in_child() -> None:
-    ours = [number for number in ENDING if _is_ours(signal.getsignal(number))]
+    ours = _caught()
     for number in ours:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     if ours:
@@ -77,6 +77,11 @@ def _in_child() -> None:
             os.close(file)
     _closed_in_children.clear()
     signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)
+
+
+def _caught() -> list[int]:
+    """Returns the signals that a run catches; none where there is no run."""
+    return [number for number in ENDING if _is_ours(signal.getsignal(number))]
 
 
 def _is_ours(handler: object) -> bool:
