@@ -622,8 +622,8 @@ MUTATIONS = (
     Mutation(
         "experts_products_computed_again",
         "forward_backward/layers/remat.py",
-        "{splash.KEPT, grouped_matmul.KEPT}",
-        "{splash.KEPT}",
+        "{attention.KEPT, splash.KEPT, grouped_matmul.KEPT}",
+        "{attention.KEPT, splash.KEPT}",
         "models/test_moe.py::test_selective_computes_no_product_with_experts_again",
     ),
     Mutation(
