@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from whole import apply, hidden_states, logits
 
 import jaxfb
+from jaxfb.models import attention
 from jaxfb.models.attention import KEPT, choose_backend
 from jaxfb.models.attention_kernels.blocked_attention import blocked_attention
 from jaxfb.models.block import Block, rebuilder
@@ -54,10 +55,17 @@ def test_packed_documents_are_as_if_alone(params):
 
 
 @pytest.mark.parametrize(
-    "remat, norm, times", [("selective", False, 2), ("layer", False, 4), ("selective", True, 0)]
+    "remat, norm, by_product, times",
+    [
+        ("selective", False, True, 2),
+        ("layer", False, True, 4),
+        ("selective", True, True, 0),
+        ("selective", False, False, 0),
+    ],
 )
-def test_selective_keeps_queries_and_keys_rotated(remat, norm, times):
+def test_selective_keeps_queries_and_keys_rotated(monkeypatch, remat, norm, by_product, times):
     """Neither is rotated again in the backward; of what a norm has made, the backward reads what it was made from."""
+    monkeypatch.setattr(attention, "turns_by_product", lambda x: by_product)
     config = replace(CONFIG, qk_norm=norm)
     params = jax.eval_shape(lambda key: init_params(config, key), jax.random.key(0))
     fb = jaxfb.get_forward_backward_func(remat=remat)
