@@ -42,10 +42,10 @@ _VIEWS = {
 def checkpoint_layer(layer: Callable, name: str, keep_gathered: bool = True) -> Callable:
     """Returns `layer` with the recomputation of that name.
 
-    "none" keeps every intermediate; "selective" keeps the outputs of matrix products with a weight, experts' included,
-    and of flash attention (cuDNN's, or splash on a TPU), and queries and keys as attention reads them, and computes
-    elementwise work, the exchange of rows with experts and any other attention again; "layer", "halves" and "full"
-    keep the layer's input only; "offload" too, in the host's memory.
+    "none" keeps every intermediate; "selective" keeps the outputs of matrix products with a weight, experts' included
+    (on TPUs rotated queries and keys in place of two of them), and of flash attention (cuDNN's, or splash on a TPU),
+    and computes elementwise work, the exchange of rows with experts and any other attention again; "layer", "halves"
+    and "full" keep the layer's input only; "offload" too, in the host's memory.
     keep_gathered=False never keeps an all-gathered weight, whatever the name: the backward gathers it again.
     """
     if name == "none" and keep_gathered:
