@@ -83,7 +83,7 @@ def sizes():
 before = sizes()
 for path in directory.glob("*-cache"):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-print(len(before), sizes() == before)
+print(len(before), [round(after / size, 1) for after, size in zip(sizes(), before)])
 """
 
 
@@ -92,7 +92,9 @@ def test_a_program_that_was_cut_short_is_written_again(tmp_path):
     command = [sys.executable, "-c", CUT, str(tmp_path / "kept")]
     alone = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, env=alone)
-    assert done.stdout.split() == ["1", "True"], done.stderr
+    assert done.stdout == "1 [1.0]\n", (
+        done.stderr
+    )  # not to the byte, since an entry has the time that compiling took
 
 
 @pytest.mark.parametrize(
