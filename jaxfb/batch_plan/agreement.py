@@ -43,8 +43,8 @@ def explain_shift(plan: RunPlan, update: int, consumed_rows: int) -> str | None:
     """
     if not 0 < update < plan.total_updates:
         return None
-    last = plan.window(update - 1)
-    if (end := last.start + last.rows) == consumed_rows:
+    end = plan.window(update - 1).end
+    if end == consumed_rows:
         return None
     return (
         f"[run] the saved run consumed {consumed_rows} rows in {update} updates, by this config they would be {end}: "

@@ -51,6 +51,11 @@ class Window(NamedTuple):
     rows: int
     plan: BatchPlan
 
+    @property
+    def end(self) -> int:
+        """Returns the row of the stream behind its last: how many rows are consumed after its update."""
+        return self.start + self.rows
+
 
 class _Stretch(NamedTuple):
     """`count` equal windows in a row, the first of them update number `update`."""

@@ -33,9 +33,9 @@ KEPT = "rotated"
 
 The backward reads these alone, since that of a rotation needs its angles only. When the projections were kept, they
 were rotated a second time, and the TPU's compiler copied those of all layers into the order in which it did that
-(libtpu 0.0.48: 70B on v5p:8x8x8 with fsdp 512 takes 74.7 GB and 8.21 s in place of 80.1 GB and 8.23 s). Not where
-rotations are no products: on v5e the few heads of a device of a tensor axis fill tiles in part, and 8B on v5e:16x16
-with pipe 4 and tensor 2 would take 5.48 s in place of 5.29 s.
+(libtpu 0.0.48: 70B on v5p:8x8x8 with fsdp 512 takes 74.7 GB and 8.21 s in place of 80.1 GB and 8.23 s). Only where
+rotations are products (`rope.turns_by_product`): 8B on v5e:16x16 with pipe 4 and tensor 2 would take 5.48 s in place
+of 5.29 s, and more memory, since the few heads of a device fill its tiles in part.
 """
 
 # (query_RTHK, key_RTGK, value_RTGK, Scores if they are not plain) -> (context_RTHK, anything to hand back, as a cache)

@@ -143,7 +143,7 @@ def _turned(x_RTHK: jax.Array, cos_RT1K: jax.Array, sin_RT1K: jax.Array) -> jax.
 def turns_by_product(x: jax.Array) -> bool:
     """Returns whether halves are swapped by a product: on TPUs, for 16-bit heads that fill the lanes.
 
-    By libtpu 0.0.48 a step of 8B on v6e:8x8 takes 4.89 s in place of 4.91 s, with `remat=selective` 4.12 s in place of
+    By libtpu 0.0.48 a step of 8B on v6e:8x8 took 4.89 s in place of 4.91 s, with `remat=selective` 4.12 s in place of
     4.16 s, on v5p:4x4x4 9.30 s in place of 9.31 s. Not with a tensor axis, whose few heads of a device are in the
     chip's own memory anyway (405B would take 0.4 GB more), and not on v5e (6.74 s in place of 6.72 s).
     """

@@ -5,10 +5,9 @@ conversations -> rows -> [rows of one window -> forward_backward -> one optax up
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -83,7 +82,7 @@ class SupervisedWork(PostTraining):
         window = self.plan.window(number)
         batch, padding = cut(rows, window.plan)
         metrics, seconds = self.apply(self.step, batch, window.rows)
-        epoch = (window.start + window.rows) / count(self.stream.rows)
+        epoch = window.end / count(self.stream.rows)
         tokens = int((rows["segments"] > 0).sum())
         counted = {"tokens": tokens, "rows": window.rows, "epoch": epoch, "padding_fraction": padding}
         return metrics, {**counted, **seconds}
@@ -118,9 +117,8 @@ class SupervisedWork(PostTraining):
         """Returns the rows that a run of the saved length consumed in so many updates."""
         if update == 0:
             return 0
-        plan = dataclasses.replace(self.plan, updates=saved["updates"], epochs=saved["epochs"])
-        last = plan.window(update - 1)
-        return last.start + last.rows
+        plan = replace(self.plan, updates=saved["updates"], epochs=saved["epochs"])
+        return plan.window(update - 1).end
 
     def restore(self, state: PyTree, record: Mapping[str, Any], allow_changes: bool) -> None:
         self.train_state = TrainState(**state)

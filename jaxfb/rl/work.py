@@ -16,6 +16,7 @@ from jaxfb.rl.start import Base
 from jaxfb.training.from_config.sizes import abstract_params, config_with_model
 from jaxfb.training.job.agreement import devices_and_mesh
 from jaxfb.training.parameters import carry_from
+from jaxfb.training.persistence.changes import FLAG
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.work import Work
 from jaxfb.update.train_state import TrainState
@@ -92,8 +93,7 @@ class PostTraining(Work):
         if saved.get("text", mine) != mine:
             raise Refused(
                 f"[data] the saved run was trained on other {what} (fingerprint {saved['text']}, these have {mine}); "
-                f"use its {source}, another run.dir, or --allow-changes (allow_changes=True in a program) to "
-                "continue anyway"
+                f"use its {source}, another run.dir, or {FLAG} to continue anyway"
             )
 
 

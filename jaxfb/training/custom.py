@@ -132,7 +132,7 @@ class Custom(WindowedWork):
 
     def host(self, done: int) -> dict[str, Any]:
         last = self.run_plan.window(done - 1) if done else None
-        start = last.start + last.rows if last else 0
+        start = last.end if last else 0
         return {"data": {**self.rows.position(start), "start": start}}
 
     def abstract_state(self) -> PyTree:

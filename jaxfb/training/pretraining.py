@@ -96,8 +96,8 @@ class Pretraining(WindowedWork):
                 "tokens as its weight"
             )
         tokens = record.pop(f"weights/{TERM}")
-        epoch = (window.start + window.rows) / self.rows_an_epoch
-        passes = self._reader.passes(window.start + window.rows)
+        epoch = window.end / self.rows_an_epoch
+        passes = self._reader.passes(window.end)
         of_sources = {f"epoch/{name}": value for name, value in passes.items()}
         return {**record, "tokens": tokens, "rows": window.rows, "epoch": epoch, **of_sources}
 

@@ -198,14 +198,16 @@ def _kept_of(
 
 
 def _copied_width(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
-    """Returns how many numbers of a token the compiler has twice, since a backward reads what attention is made from in
-    another layout than the forward writes it, one array after the other: in 16 bits, without tensor shards and
-    stages, of latent attention (1B on v5p) and of projections that are normalised. Others are kept as they are read.
+    """Returns how many numbers of a token the compiler has twice, since a backward reads projections of attention in
+    another layout than the forward writes them, one array after the other.
+
+    That is so in 16 bits, without tensor shards and stages, for latent attention (1B on v5p) and where queries and keys
+    are normalised. Otherwise these are kept rotated, as the backward reads them (`jaxfb.models.attention.KEPT`).
     """
     chip, mesh = topology.chip, config.mesh
     in_place = max(mesh.pipe, mesh.tensor) > 1 or computed_bytes(config) > 2
-    is_read = bool(sizes.latent) or sizes.qk_norm
-    if in_place or not is_read or chip is None or chip.kind not in compiler.TABLE:
+    keeps_projections = bool(sizes.latent) or sizes.qk_norm
+    if in_place or not keeps_projections or chip is None or chip.kind not in compiler.TABLE:
         return 0.0
     return widest_of_attention(sizes)
 

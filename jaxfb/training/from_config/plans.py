@@ -57,4 +57,4 @@ def run_plan(config: Config | CustomConfig, plans: dict[str, BatchPlan], train_r
 def length_of(config: AnyConfig, plan: RunPlan) -> int:
     """Returns the length of the run in `lr.unit`."""
     last = plan.window(plan.total_updates - 1)
-    return {"updates": plan.total_updates, "samples": last.start + last.rows}[config.lr.unit]
+    return {"updates": plan.total_updates, "samples": last.end}[config.lr.unit]

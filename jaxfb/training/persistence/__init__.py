@@ -1,1 +1,1 @@
-"""Keeps what a run needs to continue: its lock, its checkpoints and the copies on the hosts' own disks."""
+"""Keeps what a run needs to continue, also on the hosts' own disks, and decides whether and where it resumes."""

@@ -37,7 +37,7 @@ class WindowReader(Loader):
             rows,
             lambda consumed: _rows_from(plan, consumed),
             seed=seed,
-            total_rows=last.start + last.rows,
+            total_rows=last.end,
             local_rows=lambda consumed, rows: rows_here(plan.plan_at(consumed), mesh),
         )
 
@@ -57,7 +57,7 @@ class WindowReader(Loader):
 
     def position(self, window: Window | None) -> dict[str, Any]:
         """Returns what `restore` needs to continue after `window` (None: from the start)."""
-        consumed = window.start + window.rows if window else 0
+        consumed = window.end if window else 0
         return {**self.state(), "consumed_rows": consumed}
 
 
