@@ -48,7 +48,7 @@ MUTATIONS = (
     # schedules
     Mutation(
         "backward_starts_late",
-        "schedules/lockstep.py",
+        "schedules/builders/lockstep.py",
         "return (num_chunks - 1) * pitch + num_stages - 1",
         "return (num_chunks - 1) * pitch + num_stages",
         "schedules/test_built_in_schedules.py::test_loss_is_taken_in_the_tick_in_which_the_last_stage_runs",
@@ -341,14 +341,14 @@ MUTATIONS = (
     ),
     Mutation(
         "a_further_round_waits_for_other_groups",
-        "parallel/expert_rounds.py",
+        "parallel/expert_rows/rounds.py",
         "return route_back(outputs, window, out), state",
         'return route_back(outputs + 0 * lax.psum(outputs, "fsdp"), window, out), state',
         "models/test_moe.py::test_devices_meet_in_a_loop_only_with_those_that_run_it_as_often",
     ),
     Mutation(
         "gradients_of_outputs_sent_before_the_rows",
-        "parallel/expert_exchange.py",
+        "parallel/expert_rows/exchange.py",
         "cotangent, _ = lax.optimization_barrier((cotangent, arrived))",
         "cotangent, _ = cotangent, arrived",
         "parallel/test_expert.py::test_gradients_of_outputs_are_sent_after_the_rows_are_here",
@@ -418,7 +418,7 @@ MUTATIONS = (
     ),
     Mutation(
         "rows_of_a_short_dtype_exchanged_as_they_are",
-        "parallel/expert_exchange.py",
+        "parallel/expert_rows/exchange.py",
         "if number == 1 or",
         "if True or",
         "parallel/test_expert.py::test_rows_of_a_short_dtype_are_exchanged_as_words",
@@ -593,7 +593,7 @@ MUTATIONS = (
     ),
     Mutation(
         "rounds_of_experts_begin_with_zeros",
-        "parallel/expert_rounds.py",
+        "parallel/expert_rows/rounds.py",
         "_state_or_empty(_like(of_state, moving[1]))",
         "_like(of_state, moving[1])",
         "parallel/test_expert.py::test_no_zeros_are_written_for_rounds_that_do_not_turn",
@@ -804,7 +804,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_small_cotangent_of_a_kl_is_lost",
-        "losses/full_kl.py",
+        "losses/vocabulary/full_kl.py",
         "jnp.where(scale > 0, cotangent / ",
         "jnp.where(scale > 1, cotangent / ",
         "losses/test_token_log_probs.py::test_full_kl_and_its_gradient_equal_the_plain_formula",
@@ -1100,7 +1100,7 @@ MUTATIONS = (
     # data
     Mutation(
         "held_out_tokens_are_trained_on",
-        "data/token_shards.py",
+        "data/stored/token_shards.py",
         "both = {file.path for file in files} & {file.path for file in held_out_files}",
         "both = {file.name for file in files} & {file.path for file in held_out_files}",
         "data/test_corpus.py::test_a_token_file_that_is_held_out_is_not_trained_on",
@@ -1156,7 +1156,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the_document_that_fills_a_batch_is_encoded_twice",
-        "data/text_shards.py",
+        "data/stored/text_shards.py",
         "            batch, size = [], 0\n",
         "            batch, size = [document], 0\n",
         "data/test_corpus.py::test_documents_are_the_same_however_many_are_encoded_at_once",
@@ -1172,14 +1172,14 @@ MUTATIONS = (
     # schedules by device, gathers ahead, slots in the host's memory
     Mutation(
         "late_weight_gradients_too_soon",
-        "schedules/dualpipe_v.py",
+        "schedules/builders/dualpipe_v.py",
         '"B" if i <= device else "b"',
         '"B" if i < device else "b"',
         "schedules/test_v_schedules.py::test_the_order_of_dualpipe_v_is_the_published_one",
     ),
     Mutation(
         "microbatches_one_after_the_other",
-        "schedules/seq_abreast.py",
+        "schedules/builders/seq_abreast.py",
         "for piece in range(num_pieces) for m in range(group)",
         "for m in range(group) for piece in range(num_pieces)",
         "schedules/test_seq1f1b.py::test_abreast_only_the_last_pieces_are_waited_for",
@@ -1291,7 +1291,7 @@ MUTATIONS = (
     ),
     Mutation(
         "parts_of_a_head_gathered_late",
-        "losses/logits.py",
+        "losses/vocabulary/logits.py",
         "(earlier, *grads[:-2]) if",
         "(hidden_grad, *grads[:-1]) if",
         "forward_backward/test_vocabulary_parts.py::test_gathered_early_a_part_waits_for_fewer_products",
@@ -1417,7 +1417,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the_second_pass_over_a_head_gathered_at_once",
-        "losses/logits.py",
+        "losses/vocabulary/logits.py",
         "for some in (before[-2:-1], before[-1:])",
         "for some in ((), ())",
         "forward_backward/test_vocabulary_parts.py::test_no_part_is_gathered_for_gradients_before_the_scores_are_nearly_there",
@@ -1473,7 +1473,7 @@ MUTATIONS = (
     ),
     Mutation(
         "gradient_of_the_heads_input_whole_over_tensor",
-        "losses/logits.py",
+        "losses/vocabulary/logits.py",
         'constrain(join_tokens(hidden_grad, hidden.shape), None, "tensor", None)',
         "join_tokens(hidden_grad, hidden.shape)",
         "parallel/test_tensor.py::test_the_gradient_of_the_heads_input_is_split_over_tensor",
@@ -1761,7 +1761,7 @@ MUTATIONS = (
     ),
     Mutation(
         "anything_allowed_as_rounding",
-        "checking/rounding.py",
+        "checking/comparison/rounding.py",
         "replace(one, allowed=one.allowed * (of_gradients if _of_gradients(one) else more)) for one in found",
         "replace(one, allowed=float('inf')) for one in found",
         "checking/test_trial.py::test_what_is_beyond_the_rounding_of_one_device_stays_a_finding",
@@ -1845,7 +1845,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_file_cut_while_it_is_read_gives_what_is_left",
-        "data/mapped.py",
+        "data/stored/mapped.py",
         "if len(found) != len(positions) * size:",
         "if not found:",
         "data/test_damage.py::test_a_file_that_is_cut_between_the_look_at_it_and_its_reading_is_refused_too",
@@ -1880,7 +1880,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a_file_that_was_written_to_is_not_reported",
-        "data/mapped.py",
+        "data/stored/mapped.py",
         "if content != self._content and not self._warned:",
         "if content[0] != self._content[0] and not self._warned:",
         "data/test_damage.py::test_a_file_that_is_written_to_while_the_run_reads_is_reported_once",
@@ -2043,7 +2043,7 @@ MUTATIONS = (
     ),
     Mutation(
         "memory_of_a_v_ignored",
-        "schedules/v_blocks.py",
+        "schedules/builders/v_blocks.py",
         '(action.kind != "F" or live < most) and ',
         "",
         "schedules/test_v_schedules.py::test_memory_is_one_half_and_one_third_of_1f1b",
@@ -2191,7 +2191,7 @@ MUTATIONS = (
     ),
     Mutation(
         "layers_that_fill_up_the_devices_come_back",
-        "parallel/whole_layers.py",
+        "parallel/layers/whole.py",
         "return found[:, : by_stage.shape[1]].reshape(x.shape)",
         "return found[:, -by_stage.shape[1] :].reshape(x.shape)",
         "update/test_muon.py::test_layers_are_shared_out_unevenly",
@@ -2499,7 +2499,7 @@ MUTATIONS = (
     ),
     Mutation(
         "parts_of_a_heads_gradient_are_scaled_once_they_are_summed",
-        "losses/logits.py",
+        "losses/vocabulary/logits.py",
         """* (scale / half)
         grads.append(table.scattered(kernel_grad if table.vocabulary == 1 else kernel_grad.T))""",
         """/ half
@@ -2508,14 +2508,14 @@ MUTATIONS = (
     ),
     Mutation(
         "target_from_what_is_kept",
-        "losses/part_scores.py",
+        "losses/vocabulary/part_scores.py",
         "grad = jnp.where(ids == target, exact, kept[:number].astype(factor.dtype) * factor)",
         "grad = kept[:number].astype(factor.dtype) * factor - (ids == target) * half_scale(kept)",
         "forward_backward/test_vocabulary_parts.py::test_a_confident_token_has_the_gradient_of_its_own_target_to_the_last_digit",
     ),
     Mutation(
         "neighbours_gradients_keep_their_own_scale",
-        "losses/cross_entropy_by_shares.py",
+        "losses/vocabulary/cross_entropy_by_shares.py",
         "mask = shares.together(relative * mask)",
         "mask = shares.together(mask)",
         "forward_backward/test_head_by_shares.py::test_neighbours_whose_tokens_weigh_differently_each_scale_their_own",
@@ -2557,14 +2557,14 @@ MUTATIONS = (
     ),
     Mutation(
         "log_probs_of_neighbours_keep_their_own_scale",
-        "losses/log_probs_by_shares.py",
+        "losses/vocabulary/log_probs_by_shares.py",
         "relative * of_log_probs,",
         "of_log_probs,",
         "forward_backward/test_head_by_shares.py::test_log_probs_and_entropies_are_scored_together_too",
     ),
     Mutation(
         "largest_of_one_part",
-        "losses/part_scores.py",
+        "losses/vocabulary/part_scores.py",
         "total = jnp.sum(each.total * jnp.exp(each.top - top), axis=0)",
         "total = jnp.sum(each.total, axis=0)",
         "forward_backward/test_vocabulary_parts.py::test_gradients_are_those_of_one_device",

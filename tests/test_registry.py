@@ -59,7 +59,7 @@ def test_a_path_that_names_nothing_is_refused(path, wanted):
 
 SCHEDULE = """
 from jaxfb.schedules import schedule_kind
-from jaxfb.schedules.one_f_one_b import one_f_one_b
+from jaxfb.schedules.builders.one_f_one_b import one_f_one_b
 
 @schedule_kind("one_of_a_test", chunks=lambda asked: (2,))
 def mine(num_stages, num_microbatches, num_chunks):

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import re
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,22 @@ def test_a_file_imports_only_from_those_above_it_in_its_package(package):
         assert not used & below, (
             f"{package}/{'/'.join(parts)}.py imports {sorted(used & below)}, which come later in the order"
         )
+
+
+@pytest.mark.parametrize("package", sorted({parts[0] for parts in FILES if len(parts) > 1}))
+def test_files_and_folders_of_a_package_do_not_import_each_other_in_a_circle(package):
+    used: dict[str, set[str]] = {}
+    for parts, path in FILES.items():
+        if parts[0] == package and parts[1:] != ("__init__",):
+            modules = imported(path, for_types=False)
+            used.setdefault(parts[1], set()).update(
+                module.split(".")[2] for module in modules if module.startswith(f"jaxfb.{package}.")
+            )
+    inside = {name: (names & set(used)) - {name} for name, names in used.items()}
+    try:
+        TopologicalSorter(inside).prepare()
+    except CycleError as error:
+        pytest.fail(f"jaxfb/{package}: {' -> '.join(error.args[1])}")
 
 
 def test_every_module_is_in_the_order():

@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 
 from jaxfb import LossOutput
-from jaxfb.losses.logits import capped
+from jaxfb.losses.vocabulary.logits import capped
 from jaxfb.models.transformer import transformer
 from jaxfb.types import outer_params
 

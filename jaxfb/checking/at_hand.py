@@ -10,13 +10,13 @@ import jax
 
 from jaxfb import refusal
 from jaxfb.batch_plan import BatchPlan
-from jaxfb.checking.case import Case
-from jaxfb.checking.draw import AXES, draw
+from jaxfb.checking.comparison.trial import try_case
+from jaxfb.checking.drawing.case import Case
+from jaxfb.checking.drawing.draw import AXES, draw
+from jaxfb.checking.drawing.shrink import MOST_TRIES
 from jaxfb.checking.found import Found, Result
-from jaxfb.checking.problem import check_own, facts
 from jaxfb.checking.search import result_of
-from jaxfb.checking.shrink import MOST_TRIES
-from jaxfb.checking.trial import try_case
+from jaxfb.checking.toy_models.problem import check_own, facts
 from jaxfb.forward_backward import get_forward_backward_func
 from jaxfb.types import LossFn, Pipelined
 

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 
 from jaxfb import refusal
-from jaxfb.checking.draw import AXES, NUM_DEVICES
+from jaxfb.checking.drawing.draw import AXES, NUM_DEVICES
+from jaxfb.checking.drawing.shrink import MOST_TRIES
 from jaxfb.checking.found import Found
 from jaxfb.checking.search import search
-from jaxfb.checking.shrink import MOST_TRIES
 from jaxfb.checking.worker import Setup
 from jaxfb.training.job.simulated import simulate_devices
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from jaxfb.checking.case import Case
+from jaxfb.checking.drawing.case import Case
 from jaxfb.checking.outcome import FINDINGS, REFUSED, SAME, Outcome
 from jaxfb.checking.program import program
 

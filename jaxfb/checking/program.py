@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxfb.checking.case import Case
+from jaxfb.checking.drawing.case import Case
 from jaxfb.checking.outcome import Outcome
 
 TEMPLATE = '''"""jaxfb check found: {what}"""
@@ -17,8 +17,10 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 
 import jaxfb
-from jaxfb.checking import arguments, problem, trial
-from jaxfb.checking.case import Case
+from jaxfb.checking.toy_models import arguments
+from jaxfb.checking.toy_models import problem
+from jaxfb.checking.comparison import trial
+from jaxfb.checking.drawing.case import Case
 
 case = Case({case})
 own = {own}

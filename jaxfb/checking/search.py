@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from threading import local
 
-from jaxfb.checking.case import Case
+from jaxfb.checking.drawing.case import Case
+from jaxfb.checking.drawing.shrink import MOST_TRIES, shrink
 from jaxfb.checking.found import Found, Result
 from jaxfb.checking.outcome import Outcome
-from jaxfb.checking.shrink import MOST_TRIES, shrink
 from jaxfb.checking.worker import Request, Setup, Worker
 
 Run = Callable[[Request], tuple[Case, Outcome]]

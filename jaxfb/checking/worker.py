@@ -17,8 +17,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
-from jaxfb.checking.case import Case
-from jaxfb.checking.draw import NUM_DEVICES, draw
+from jaxfb.checking.drawing.case import Case
+from jaxfb.checking.drawing.draw import NUM_DEVICES, draw
 from jaxfb.checking.outcome import ABORTED, HUNG, SAME, Outcome
 from jaxfb.refusal import Refused, shown
 from jaxfb.training.job.simulated import simulate_devices
@@ -152,8 +152,8 @@ def _serve(pipe: Connection, setup: Setup, errors: str) -> None:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     simulate_devices({"any": NUM_DEVICES})
-    from jaxfb.checking import problem
-    from jaxfb.checking.trial import try_case
+    from jaxfb.checking.comparison.trial import try_case
+    from jaxfb.checking.toy_models import problem
 
     try:
         own = None if setup.model is None else problem.load(setup.model)

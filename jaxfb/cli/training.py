@@ -90,7 +90,7 @@ def _configured(options) -> Iterator[Any]:
 @contextmanager
 def _cache_in(directory: str) -> Iterator[None]:
     """Keeps prepared text and compiled programs in a directory, unless there is a place for them already."""
-    from jaxfb.data.cache import is_chosen_or_there
+    from jaxfb.data.stored.cache import is_chosen_or_there
 
     if is_chosen_or_there():
         yield

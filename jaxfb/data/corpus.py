@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxfb.data.cache import cache_directory
 from jaxfb.data.config import DataConfig
 from jaxfb.data.mixture import MixedRows
 from jaxfb.data.packing import Rows, pack
-from jaxfb.data.shards import TokenDocuments
 from jaxfb.data.shared_files import warn_of_shared_files
-from jaxfb.data.text_shards import common_tokenizer, open_text_shards
-from jaxfb.data.token_shards import open_token_shards
+from jaxfb.data.stored.cache import cache_directory
+from jaxfb.data.stored.shards import TokenDocuments
+from jaxfb.data.stored.text_shards import common_tokenizer, open_text_shards
+from jaxfb.data.stored.token_shards import open_token_shards
 from jaxfb.data.tokenizer import Tokenizer
 from jaxfb.refusal import Refused
 

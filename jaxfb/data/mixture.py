@@ -18,10 +18,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxfb.data.cache import digest
 from jaxfb.data.config import check_shares
 from jaxfb.data.order import row_order
 from jaxfb.data.packing import Rows
+from jaxfb.data.stored.cache import digest
 from jaxfb.refusal import Refused, number, shown
 
 BLOCK = 1024  # rows of the stream that are ordered together, at least

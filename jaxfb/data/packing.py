@@ -16,9 +16,9 @@ from typing import Protocol
 
 import numpy as np
 
-from jaxfb.data.cache import build_once, digest
-from jaxfb.data.mapped import MappedFile, mapped_file
-from jaxfb.data.shards import OutsideVocabulary, TokenDocuments, TokenStream
+from jaxfb.data.stored.cache import build_once, digest
+from jaxfb.data.stored.mapped import MappedFile, mapped_file
+from jaxfb.data.stored.shards import OutsideVocabulary, TokenDocuments, TokenStream
 from jaxfb.refusal import Refused
 
 FORMAT = 1

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxfb.data.config import DataConfig
-from jaxfb.data.shards import files_of
+from jaxfb.data.stored.shards import files_of
 
 
 class _Split(NamedTuple):

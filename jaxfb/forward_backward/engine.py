@@ -34,7 +34,7 @@ from jaxfb.forward_backward.sequential import num_layers
 from jaxfb.mesh import axis_size, check_mesh, make_mesh
 from jaxfb.output import ForwardBackwardOutput
 from jaxfb.parallel import pipe
-from jaxfb.parallel.layer_order import LayerOrder
+from jaxfb.parallel.layers.order import LayerOrder
 from jaxfb.parallel.set_mesh import on_its_mesh
 from jaxfb.parts import HEADS
 from jaxfb.platforms.compiler import Options, options_for

@@ -18,7 +18,7 @@ from jaxfb.data import load_tokenizer
 from jaxfb.data.chat import Chat, saved_chat, saved_ends
 from jaxfb.data.tokenizer import ByteTokenizer, Tokenizer, absent_ids
 from jaxfb.forward_backward import ForwardBackward, get_forward_backward_func
-from jaxfb.losses.logits import IdRanges
+from jaxfb.losses.vocabulary.logits import IdRanges
 from jaxfb.mesh import axis_size, make_mesh
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import transformer

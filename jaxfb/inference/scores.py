@@ -14,7 +14,7 @@ from jax import lax
 from jaxfb.batch_plan import BatchPlan
 from jaxfb.inference.model import Model
 from jaxfb.losses.heads import with_head
-from jaxfb.losses.logits import cut_tokens, join_tokens, largest, project, summed, token_ids
+from jaxfb.losses.vocabulary.logits import cut_tokens, join_tokens, largest, project, summed, token_ids
 from jaxfb.mesh import axis_size, data_parallel
 from jaxfb.models.transformer import transformer
 from jaxfb.refusal import Refused, integer

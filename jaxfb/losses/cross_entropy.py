@@ -22,9 +22,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfb.losses.cross_entropy_by_parts import gradients_in_parts, scores_and_residuals, scores_in_parts
-from jaxfb.losses.cross_entropy_by_shares import gradients_by_shares, scores_by_shares
-from jaxfb.losses.logits import (
+from jaxfb.losses.vocabulary.cross_entropy_by_parts import (
+    gradients_in_parts,
+    scores_and_residuals,
+    scores_in_parts,
+)
+from jaxfb.losses.vocabulary.cross_entropy_by_shares import gradients_by_shares, scores_by_shares
+from jaxfb.losses.vocabulary.logits import (
     capped_slope,
     cut_tokens,
     gradients_by_chunk,
@@ -36,7 +40,7 @@ from jaxfb.losses.logits import (
     token_ids,
     vocab_size,
 )
-from jaxfb.losses.part_scores import Head, Scores
+from jaxfb.losses.vocabulary.part_scores import Head, Scores
 from jaxfb.parallel.shares import Shares, shares_of
 from jaxfb.parallel.table import Table, pays
 from jaxfb.platforms.compat import custom_vjp

@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxfb.losses.aggregation import aggregate, check_aggregation
-from jaxfb.losses.full_kl import full_kl
 from jaxfb.losses.heads import unembed_of, with_head
 from jaxfb.losses.policy import mean_metric, microbatch_leaf
 from jaxfb.losses.sequences import Sequences
 from jaxfb.losses.settings import check_not_negative, check_word
 from jaxfb.losses.token_log_probs import check_temperature, token_log_probs
+from jaxfb.losses.vocabulary.full_kl import full_kl
 from jaxfb.refusal import boolean, instance
 from jaxfb.types import LossOutput, Pipelined, Unembedding
 

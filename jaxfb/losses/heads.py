@@ -15,9 +15,9 @@ from typing import Any
 import jax
 
 from jaxfb.losses.coupling import check_rows_uncoupled
-from jaxfb.losses.logits import IdRanges
 from jaxfb.losses.sequences import Sequences, check_per_token
 from jaxfb.losses.token_log_probs import check_temperature, token_log_probs
+from jaxfb.losses.vocabulary.logits import IdRanges
 from jaxfb.refusal import Refused, function_of, instance, integer, refuse
 from jaxfb.types import LossOutput, Pipelined, Sum, Unembedding
 

@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfb.losses.log_probs_by_parts import gradients_in_parts, scores_in_parts
-from jaxfb.losses.log_probs_by_shares import gradients_by_shares, scores_by_shares
-from jaxfb.losses.logits import (
+from jaxfb.losses.settings import check_positive
+from jaxfb.losses.vocabulary.log_probs_by_parts import gradients_in_parts, scores_in_parts
+from jaxfb.losses.vocabulary.log_probs_by_shares import gradients_by_shares, scores_by_shares
+from jaxfb.losses.vocabulary.logits import (
     IdRanges,
     cut_tokens,
     gradients_by_chunk,
@@ -30,8 +31,7 @@ from jaxfb.losses.logits import (
     summed,
     token_ids,
 )
-from jaxfb.losses.scoring import Scoring, in_units, logits_gradient, picked
-from jaxfb.losses.settings import check_positive
+from jaxfb.losses.vocabulary.scoring import Scoring, in_units, logits_gradient, picked
 from jaxfb.parallel.shares import shares_of
 from jaxfb.parallel.table import Table
 from jaxfb.platforms.compat import custom_vjp

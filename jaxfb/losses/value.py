@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from jaxfb.losses.aggregation import aggregate, check_aggregation
 from jaxfb.losses.coupling import check_rows_uncoupled
 from jaxfb.losses.heads import unembed_of, with_head_of
-from jaxfb.losses.logits import sum_dtype
 from jaxfb.losses.policy import mean_metric, microbatch_leaf
 from jaxfb.losses.sequences import Sequences
 from jaxfb.losses.settings import check_not_negative, check_number
 from jaxfb.losses.surrogates import fraction
+from jaxfb.losses.vocabulary.logits import sum_dtype
 from jaxfb.refusal import function
 from jaxfb.types import LossOutput, Pipelined, Sum
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxfb.losses.logits import IdRanges, capped
+from jaxfb.losses.vocabulary.logits import IdRanges, capped
 from jaxfb.models.attention import packed_attention
 from jaxfb.models.attention_kernels.blocked_attention import blocked_attention
 from jaxfb.models.block import Block, rebuilder

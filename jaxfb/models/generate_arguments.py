@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfb.losses.logits import IdRanges
+from jaxfb.losses.vocabulary.logits import IdRanges
 from jaxfb.models.config import TransformerConfig
 from jaxfb.platforms.compat import is_traced
 from jaxfb.refusal import INT64, Refused, integer, is_several, number, refuse, shown

@@ -23,7 +23,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxfb.hlo import FIRST_TURNS
 from jaxfb.mesh import GPU_PLATFORMS, by_platform, platform_here
 from jaxfb.models.tiles import Tiles
-from jaxfb.parallel.expert_exchange import or_empty
+from jaxfb.parallel.expert_rows.exchange import or_empty
 from jaxfb.platforms.compat import custom_vjp
 
 TILE, TILE_OF_GPUS = 1024, 2048

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfb.losses.logits import IdRanges, is_within
+from jaxfb.losses.vocabulary.logits import IdRanges, is_within
 
 
 class Pick(NamedTuple):

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 
 from jaxfb.optim.hyperparameters import like_params
 from jaxfb.optim.leaves import has_word, layer_ndims, path_names
-from jaxfb.parallel.whole_layers import map_whole_layers
+from jaxfb.parallel.layers.whole import map_whole_layers
 from jaxfb.types import PyTree
 
 

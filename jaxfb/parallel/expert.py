@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxfb.parallel.expert_exchange import (
+from jaxfb.parallel.expert_rows.exchange import (
     AXIS,
     Weighted,
     Window,
@@ -37,8 +37,8 @@ from jaxfb.parallel.expert_exchange import (
     take,
     unpacked,
 )
-from jaxfb.parallel.expert_rounds import Rounds, RunExperts, State, further_rounds
-from jaxfb.parallel.expert_turns import where_not_differentiated
+from jaxfb.parallel.expert_rows.rounds import Rounds, RunExperts, State, further_rounds
+from jaxfb.parallel.expert_rows.turns import where_not_differentiated
 from jaxfb.parallel.tensor import manual_size
 from jaxfb.platforms.compat import custom_vjp
 from jaxfb.refusal import Refused

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxfb.losses.logits import IdRanges
+from jaxfb.losses.vocabulary.logits import IdRanges
 from jaxfb.mesh import axis_size
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.generate import generate

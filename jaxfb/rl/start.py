@@ -29,7 +29,7 @@ from jaxfb.data import Tokenizer, load_tokenizer
 from jaxfb.data.chat import BUILT_IN, Chat, make_chat, read_template, saved_chat
 from jaxfb.data.tokenizer import ByteTokenizer, absent_ids, sampled, warn_of_unknown
 from jaxfb.forward_backward import ForwardBackward, get_forward_backward_func
-from jaxfb.losses.logits import IdRanges
+from jaxfb.losses.vocabulary.logits import IdRanges
 from jaxfb.mesh import axis_size, data_parallel, make_mesh
 from jaxfb.models.adapted import draws
 from jaxfb.models.config import TransformerConfig

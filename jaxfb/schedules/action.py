@@ -1,4 +1,4 @@
-"""Actions, the words of a schedule (forward_backward step): a device's work on a microbatch in a tick."""
+"""Actions, the words of a schedule: a device's work on a microbatch in a tick."""
 
 import re
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Decides where a schedule by device may run (forward_backward step): no collective inside a stage."""
+"""Decides where a schedule by device may run: no collective inside a stage."""
 
 from __future__ import annotations
 

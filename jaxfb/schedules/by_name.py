@@ -1,7 +1,7 @@
-"""Schedules by name (forward_backward step)."""
+"""Schedules by name."""
 
 from jaxfb.refusal import Refused, instance, with_nearest_keyword
-from jaxfb.schedules import (  # noqa: F401
+from jaxfb.schedules.builders import (  # noqa: F401
     dualpipe_v,
     gpipe,
     interleaved,

@@ -1,4 +1,4 @@
-"""Implements `jaxfb schedule` (forward_backward step): a table, its cost, a picture, a trace."""
+"""Implements `jaxfb schedule`: a table, its cost, a picture, a trace."""
 
 from collections.abc import Mapping
 from importlib.util import find_spec

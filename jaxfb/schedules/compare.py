@@ -1,19 +1,19 @@
-"""Compares all schedules (forward_backward step), and Megatron's: time, bubble and memory."""
+"""Compares all schedules, and Megatron's: time, bubble and memory."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxfb.refusal import refuse
+from jaxfb.schedules.builders.dualpipe_v import dualpipe_v_orders
+from jaxfb.schedules.builders.zb_v import zb_v_orders
 from jaxfb.schedules.by_name import make
 from jaxfb.schedules.costs import Costs
-from jaxfb.schedules.dualpipe_v import dualpipe_v_orders
 from jaxfb.schedules.earliest import time_of
 from jaxfb.schedules.kinds import KINDS
 from jaxfb.schedules.megatron import megatron_order, megatron_time, most_in_flight
 from jaxfb.schedules.placement import v_placement
 from jaxfb.schedules.simulate import simulate
 from jaxfb.schedules.sizes import checked_pieces, checked_sizes
-from jaxfb.schedules.zb_v import zb_v_orders
 
 PUBLISHED = {"published ZB-V": zb_v_orders, "published DualPipeV": dualpipe_v_orders}
 

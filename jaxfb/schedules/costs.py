@@ -1,4 +1,4 @@
-"""Charges the actions of a schedule (forward_backward step): costs by kind of action, by piece, and of the head."""
+"""Charges the actions of a schedule: costs by kind of action, by piece, and of the head."""
 
 from __future__ import annotations
 

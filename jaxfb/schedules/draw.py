@@ -1,4 +1,4 @@
-"""Pictures of a schedule (forward_backward step): a timeline as SVG or PNG, and a trace for Perfetto.
+"""Pictures of a schedule: a timeline as SVG or PNG, and a trace for Perfetto.
 
 Both show lockstep time: a tick takes as long as the device that has most to do in it, and the others stand
 idle. Costs are keyword arguments of `Schedule.simulate`, one microbatch on all chunks of a device.

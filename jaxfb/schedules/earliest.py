@@ -1,4 +1,4 @@
-"""Runs every action as early as its inputs allow (forward_backward step), in a given order on each device."""
+"""Runs every action as early as its inputs allow, in a given order on each device."""
 
 from collections.abc import Iterator, Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""Megatron-LM's own per-rank orders (forward_backward step), to set its bubble and memory beside ours.
+"""Megatron-LM's own per-rank orders, to set its bubble and memory beside ours.
 
 Its ranks run independently, each executing its list of F and B as soon as the inputs are there; ours share
 ticks.

@@ -1,4 +1,4 @@
-"""Static phases of a table (forward_backward step): the executor makes one scan of each.
+"""Static phases of a table: the executor makes one scan of each.
 
 Inside a phase the body is the same in every tick: it runs every kind of the phase on every device, valid or
 not. That is what a tick costs, so phases are what `simulate` charges.

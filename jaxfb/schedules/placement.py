@@ -1,4 +1,4 @@
-"""Places stages on devices, and finds how a stage's output travels (forward_backward step).
+"""Places stages on devices, and finds how a stage's output travels.
 
 A placement is a tuple: placement[device][chunk] is the stage, 0 .. num_stages * num_chunks - 1.
 """

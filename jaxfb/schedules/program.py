@@ -1,4 +1,4 @@
-"""A schedule as rows of integers (forward_backward step): what the executor scans over. `schedule.program`.
+"""A schedule as rows of integers: what the executor scans over. `schedule.program`.
 
 THE FORMAT. `program.rows` maps a name to a nested list of integers. A name marked [t] has one integer a tick, the
 same for all devices; a name marked [t][d] has one integer a tick and device. A phase is the slice

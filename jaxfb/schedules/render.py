@@ -1,4 +1,4 @@
-"""Schedules as text (forward_backward step): printed, read back, and in errors with a bad cell marked."""
+"""Schedules as text: printed, read back, and in errors with a bad cell marked."""
 
 import json
 import re

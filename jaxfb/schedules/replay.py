@@ -1,4 +1,4 @@
-"""The executor in plain Python (forward_backward step): walks a program's rows with labels for arrays.
+"""The executor in plain Python: walks a program's rows with labels for arrays.
 
 It is the last check of a schedule, that every read finds what it expects and nothing live was overwritten,
 and the shortest description of what the executor does with a tick.

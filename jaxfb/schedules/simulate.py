@@ -1,4 +1,4 @@
-"""Simulates what a schedule costs (forward_backward step), without a device: time, bubble, peak memory."""
+"""Simulates what a schedule costs, without a device: time, bubble, peak memory."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

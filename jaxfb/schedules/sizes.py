@@ -1,4 +1,4 @@
-"""Sizes of a schedule, and costs of its actions (forward_backward step): what is refused before a table is built."""
+"""Sizes of a schedule, and costs of its actions: what is refused before a table is built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Buffer slots of a table (forward_backward step): how many of each kind a device needs, and who uses which.
+"""Buffer slots of a table: how many of each kind a device needs, and who uses which.
 
 Five buffers, each a ring on every device; a value occupies one slot from the tick that writes it to the tick
 of its last reader, both included (a tick writes before it reads):

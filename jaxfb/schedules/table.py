@@ -1,4 +1,4 @@
-"""A schedule is a table (forward_backward step): which device does what on which microbatch in which tick.
+"""A schedule is a table: which device does what on which microbatch in which tick.
 
 Everything else is derived from the table: its phases, its buffer slots, the rows the executor scans over,
 what it costs and how it looks. No device is needed for any of it.

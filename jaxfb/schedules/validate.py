@@ -1,4 +1,4 @@
-"""Is a table a schedule (forward_backward step)? Each action once, in order, no slot overwritten."""
+"""Is a table a schedule? Each action once, in order, no slot overwritten."""
 
 from collections.abc import Iterator
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax
 
-from jaxfb.data.cache import cache_directory
+from jaxfb.data.stored.cache import cache_directory
 from jaxfb.platforms.compat import config_value, replace_damaged_programs
 
 PRIVATE = 0o700

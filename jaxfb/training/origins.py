@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxfb.config import load_config
 from jaxfb.data.chat import FILE as CHAT
-from jaxfb.data.fingerprint import sampled_fingerprints
+from jaxfb.data.stored.fingerprint import sampled_fingerprints
 from jaxfb.pretrained import peft
 from jaxfb.pretrained.companions import CARRIED, COMPANIONS
 from jaxfb.pretrained.repository import INDEX

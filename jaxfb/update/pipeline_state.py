@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxfb.parallel.layer_order import LayerOrder
+from jaxfb.parallel.layers.order import LayerOrder
 from jaxfb.types import Counted, PyTree
 from jaxfb.update.train_state import TrainState
 

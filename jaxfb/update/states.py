@@ -18,7 +18,7 @@ from jaxfb.forward_backward.arguments import check_params
 from jaxfb.forward_backward.sequential import num_layers
 from jaxfb.parallel.annotations import tensor_specs, warn_if_whole
 from jaxfb.parallel.host_memory import on_host, put_back
-from jaxfb.parallel.layer_order import LayerOrder
+from jaxfb.parallel.layers.order import LayerOrder
 from jaxfb.parallel.set_mesh import on_its_mesh
 from jaxfb.parallel.sharding import abstract, cut_over_pipe, moment_specs, shardings
 from jaxfb.platforms.compat import is_traced

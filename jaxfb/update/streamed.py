@@ -22,7 +22,7 @@ from jaxfb import gradients
 from jaxfb.optim import Optimizer
 from jaxfb.output import ForwardBackwardOutput
 from jaxfb.parallel.host_memory import fetched, put_back
-from jaxfb.parallel.layer_slices import Slices, slices_of, stacked_moments, stacked_params
+from jaxfb.parallel.layers.slices import Slices, slices_of, stacked_moments, stacked_params
 from jaxfb.trainable import joined, like
 from jaxfb.types import Pipelined, PyTree
 from jaxfb.update.apply import Update

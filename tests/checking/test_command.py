@@ -46,7 +46,7 @@ def test_what_a_function_raises_is_a_sentence(capfd, monkeypatch):
 
 
 def _drawn(index):
-    from jaxfb.checking.draw import Own, draw
+    from jaxfb.checking.drawing.draw import Own, draw
 
     return draw(0, index, Own(8, None, ("data",)))
 

@@ -7,11 +7,11 @@ from math import prod
 
 import pytest
 
-from jaxfb.checking import draw as drawing
-from jaxfb.checking.case import Case
-from jaxfb.checking.draw import METRICS, OPTIMIZERS, OUTPUTS, TERMS, Own, draw
-from jaxfb.checking.shrink import build, features_of, shrink
-from jaxfb.checking.tables import random_schedule
+from jaxfb.checking.drawing import draw as drawing
+from jaxfb.checking.drawing.case import Case
+from jaxfb.checking.drawing.draw import METRICS, OPTIMIZERS, OUTPUTS, TERMS, Own, draw
+from jaxfb.checking.drawing.shrink import build, features_of, shrink
+from jaxfb.checking.drawing.tables import random_schedule
 
 CASES = [draw(seed, index) for seed in (0, 1) for index in range(400)]
 
@@ -19,7 +19,7 @@ CASES = [draw(seed, index) for seed in (0, 1) for index in range(400)]
 def test_a_case_follows_from_seed_and_index_alone():
     assert [draw(3, index) for index in (5, 4)] == [draw(3, 5), draw(3, 4)]
     assert draw(3, 5) != draw(4, 5)
-    text = "from jaxfb.checking.draw import draw; print(draw(3, 5))"
+    text = "from jaxfb.checking.drawing.draw import draw; print(draw(3, 5))"
     other = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
     assert other.stdout.strip() == str(draw(3, 5))
 

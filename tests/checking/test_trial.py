@@ -11,14 +11,14 @@ import users
 from marks import some_slow
 
 import jaxfb
-from jaxfb.checking import rounding, trial
-from jaxfb.checking.case import Case
-from jaxfb.checking.difference import Difference
+from jaxfb.checking.comparison import rounding, trial
+from jaxfb.checking.comparison.difference import Difference
+from jaxfb.checking.comparison.rounding import allowing_for_rounding
+from jaxfb.checking.comparison.trial import try_case
+from jaxfb.checking.drawing.case import Case
 from jaxfb.checking.outcome import DIFFERENT, FAILED, REFUSED, SAME
-from jaxfb.checking.problem import problem_of
 from jaxfb.checking.program import program
-from jaxfb.checking.rounding import allowing_for_rounding
-from jaxfb.checking.trial import try_case
+from jaxfb.checking.toy_models.problem import problem_of
 from jaxfb.forward_backward import calls
 from jaxfb.types import Last, Sum
 

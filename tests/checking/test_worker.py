@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxfb.checking.case import Case
+from jaxfb.checking.drawing.case import Case
 from jaxfb.checking.outcome import ABORTED, HUNG, SAME
 from jaxfb.checking.worker import Setup, Worker
 

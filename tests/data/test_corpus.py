@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from jaxfb.config import config_from_dict
-from jaxfb.data import DataConfig, bits_per_byte, count_baselines, prepare, text_shards
-from jaxfb.data.cache import build_once, cache_directory, is_chosen_or_there, read_whole
+from jaxfb.data import DataConfig, bits_per_byte, count_baselines, prepare
 from jaxfb.data.sources import HELD_OUT, TRAIN, find_files, read_documents, split_documents
-from jaxfb.data.token_shards import _mix
+from jaxfb.data.stored import text_shards
+from jaxfb.data.stored.cache import build_once, cache_directory, is_chosen_or_there, read_whole
+from jaxfb.data.stored.token_shards import _mix
 from jaxfb.data.tokenizer import ByteTokenizer, load_tokenizer
 
 WORDS = np.random.default_rng(0).integers(0, 50, 20000)

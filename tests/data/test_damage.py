@@ -13,10 +13,10 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from jaxfb.data import DataConfig, Loader, prepare
-from jaxfb.data.cache import build_once, cache_directory, read_whole
 from jaxfb.data.conversations import read_conversations
-from jaxfb.data.fingerprint import PART, fingerprints
-from jaxfb.data.shards import TokenStream
+from jaxfb.data.stored.cache import build_once, cache_directory, read_whole
+from jaxfb.data.stored.fingerprint import PART, fingerprints
+from jaxfb.data.stored.shards import TokenStream
 
 WORDS = " ".join(f"word{k}" for k in range(4000))
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jaxfb.data.loader import Loader, evaluation_batches, row_order
 from jaxfb.data.packing import PackedRows
-from jaxfb.data.shards import TokenStream
+from jaxfb.data.stored.shards import TokenStream
 
 
 def numbered_rows(num_rows, fingerprint="these"):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxfb.data.packing import pack, pack_lengths
-from jaxfb.data.shards import TokenDocuments, TokenStream
+from jaxfb.data.stored.shards import TokenDocuments, TokenStream
 
 CORPORA = st.lists(st.integers(0, 23), min_size=1, max_size=30)  # tokens in each document
 PACKINGS = st.sampled_from(["concat", "best_fit"])

@@ -11,10 +11,11 @@ from jax.sharding import PartitionSpec as P
 
 import jaxfb
 from jaxfb.forward_backward.head_placement import choose_placement
-from jaxfb.losses import cross_entropy, heads, logits, token_log_probs
+from jaxfb.losses import cross_entropy, heads, token_log_probs
 from jaxfb.losses.cross_entropy import chunked_cross_entropy
 from jaxfb.losses.language_model import next_token_loss
 from jaxfb.losses.token_log_probs import log_probs_of_logits
+from jaxfb.losses.vocabulary import logits
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params, transformer
 from jaxfb.parallel import data, table

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxfb.losses.full_kl import full_kl
 from jaxfb.losses.token_log_probs import log_probs_of_logits, token_log_probs
+from jaxfb.losses.vocabulary.full_kl import full_kl
 
 ROWS, SEQ, WIDTH, VOCAB, TOP = 3, 7, 8, 29, 4
 SOFTCAP, TEMPERATURE = 5.0, 0.7

@@ -22,8 +22,8 @@ import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from jaxfb.data import DataConfig, prepare
-from jaxfb.data.cache import cache_directory
 from jaxfb.data.conversations import read_conversations, read_preferences
+from jaxfb.data.stored.cache import cache_directory
 from jaxfb.refusal import Refused, StorageError
 
 SECONDS = 120

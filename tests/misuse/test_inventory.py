@@ -17,9 +17,9 @@ NOT_DATA = {
     "another file, text or tokenizer": """
         config/post_training.py::ItemsConfig.__post_init__
         data/chat.py::Chat._refuse_unmarked data/chat.py::_id_of data/corpus.py::_common_tokenizer
-        data/mixture.py::MixedOrder.continued data/sidecar.py::_check data/sources.py::_stdlib_files
-        data/tables.py::_check_column data/token_files.py::_check_ids
-        data/token_shards.py::_matching_tokenizer data/tokenizer.py::load_tokenizer
+        data/mixture.py::MixedOrder.continued data/stored/sidecar.py::_check data/sources.py::_stdlib_files
+        data/tables.py::_check_column data/stored/token_files.py::_check_ids
+        data/stored/token_shards.py::_matching_tokenizer data/tokenizer.py::load_tokenizer
         pretrained/architectures.py::architecture_of rl/start.py::_read_template rl/start.py::tokenizer_of
         trainer.py::_check_tokenizer
     """,

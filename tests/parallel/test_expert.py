@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxfb.hlo import collectives
 from jaxfb.models.grouped_matmul import Kernels, grouped_matmul
-from jaxfb.parallel import expert, expert_exchange
+from jaxfb.parallel import expert
+from jaxfb.parallel.expert_rows import exchange as expert_exchange
 from jaxfb.platforms.compat import equations
 
 ONE, TURNS, OF_NARROW = (1,), expert.SHARES, expert.SHARES_OF_NARROW

@@ -4,12 +4,12 @@ import pytest
 
 from jaxfb.schedules import make
 from jaxfb.schedules.action import parse_action
-from jaxfb.schedules.dualpipe_v import dualpipe_v_orders
+from jaxfb.schedules.builders.dualpipe_v import dualpipe_v_orders
+from jaxfb.schedules.builders.zb_v import zb_v_orders
 from jaxfb.schedules.earliest import earliest, time_of
 from jaxfb.schedules.megatron import most_in_flight
 from jaxfb.schedules.placement import v_placement
 from jaxfb.schedules.table import Schedule
-from jaxfb.schedules.zb_v import zb_v_orders
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 5, 8) for m in (p, 2 * p - 1, 2 * p, 4 * p)]
 

@@ -3,8 +3,8 @@
 import pytest
 
 from jaxfb.schedules import Schedule, make
+from jaxfb.schedules.builders.v_blocks import Block, v_blocks
 from jaxfb.schedules.replay import replay
-from jaxfb.schedules.v_blocks import Block, v_blocks
 
 KINDS = ("zb_v", "v_half", "v_min")
 SIZES = [(p, m) for p in (1, 2, 3, 4, 5, 8, 12) for m in (1, p, 2 * p + 1, 4 * p)]

@@ -15,7 +15,7 @@ from tiny_directory import make
 
 import jaxfb
 from jaxfb.chaos.injectors import with_flipped_bit
-from jaxfb.data.fingerprint import SAMPLE, SAMPLES, sampled_fingerprints
+from jaxfb.data.stored.fingerprint import SAMPLE, SAMPLES, sampled_fingerprints
 from jaxfb.inference.model import files_of
 from jaxfb.refusal import Refused
 from jaxfb.training.custom import make_custom

@@ -1,6 +1,6 @@
 """Estimates by formula what Muon's update takes, which does not grow with the rows.
 
-Devices exchange matrices, so that each has some layers whole (`jaxfb.parallel.whole_layers`). Every step of the
+Devices exchange matrices, so that each has some layers whole (`jaxfb.parallel.layers.whole`). Every step of the
 iteration multiplies X by its transpose, their product A by itself, and a polynomial of A by X, where X is a matrix with
 the shorter side first. All of it is computed twice, once to judge the update and once to make it
 (`jaxfb/update/apply.py`).
