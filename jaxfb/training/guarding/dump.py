@@ -183,7 +183,8 @@ def _save_rows(path: Path, batch: PyTree) -> Any:
         tree = _described(batch, arrays)
     except TypeError:
         return None
-    np.savez(path, allow_pickle=False, **{f"a{index}": array for index, array in enumerate(arrays)})
+    named: dict[str, Any] = {f"a{index}": array for index, array in enumerate(arrays)}
+    np.savez(path, **named)  # of numbers alone, so nothing is pickled
     return tree
 
 
