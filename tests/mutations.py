@@ -2819,8 +2819,8 @@ MUTATIONS = (
     Mutation(
         "a_rollout_of_all_problems_asks_some_twice",
         "rl/experience.py",
-        "replace=len(train) < sizes.prompts",
-        "replace=len(train) <= sizes.prompts",
+        "replace=total < sizes.prompts",
+        "replace=total <= sizes.prompts",
         "rl/test_checks.py::test_a_rollout_asks_no_problem_twice_unless_there_are_fewer_than_prompts",
     ),
     Mutation(
@@ -3014,6 +3014,27 @@ MUTATIONS = (
         "if _asked(problem) != before:",
         "if False:",
         "rl/test_checks.py::test_a_task_that_changes_its_problem_ends_the_run",
+    ),
+    Mutation(
+        "a_task_changes_its_problems",
+        "rl/experience.py",
+        "            check_unchanged(self.task, self.problems, places)\n",
+        "",
+        "rl/test_other_problems.py::test_a_task_that_changes_its_problems_ends_the_run",
+    ),
+    Mutation(
+        "the_best_accuracy_is_the_lowest",
+        "checkpoint/saved_steps.py",
+        'metric.endswith("accuracy")',
+        'metric.endswith("loss")',
+        "checkpoint/test_checkpoint.py::test_keeps_the_one_with_the_highest_accuracy",
+    ),
+    Mutation(
+        "the_best_is_kept_by_whether_there_is_a_section",
+        "config/common.py",
+        "field(default_factory=CheckpointConfig)",
+        "field(default_factory=lambda: CheckpointConfig(keep_best=None))",
+        "rl/test_best_checkpoint.py::test_the_best_is_kept_without_a_setting_whether_or_not_there_is_a_section",
     ),
     Mutation(
         "what_is_refused_is_planned",
@@ -3334,8 +3355,8 @@ MUTATIONS = (
     Mutation(
         "the_baseline_of_remax_is_sampled",
         "rl/experience.py",
-        "self.sampler(placed, self._encoded(problems), None, greedy=True))[0]",
-        "self.sampler(placed, self._encoded(problems), 0))[0]",
+        "self.sampler(placed, prompts, None, greedy=True))[0]",
+        "self.sampler(placed, prompts, 0))[0]",
         "rl/test_policy.py::test_the_baseline_of_remax_is_the_reward_of_the_greedy_response",
     ),
     Mutation(

@@ -39,7 +39,7 @@ class SavedSteps:
 
     Args:
       directory: need not exist.
-      keep_best: name of a metric, lower is better; None: no step is the best.
+      keep_best: name of a metric, lower is better, higher where the name ends in "accuracy"; None: no step is the best.
     """
 
     def __init__(self, directory: str | Path, keep_best: str | None = "eval/loss"):
@@ -101,7 +101,7 @@ class SavedSteps:
         return next((step for step in reversed(steps_in(self.directory)) if self._is_complete(step)), None)
 
     def best(self) -> int | None:
-        """Returns the complete step with the lowest `keep_best` metric, the newer of equals."""
+        """Returns the complete step with the best `keep_best` metric, the newer of equals."""
         scored = []
         for step in self.steps():
             score = self._score(self._record(step)["host"])
@@ -132,13 +132,21 @@ class SavedSteps:
             return False
 
     def _score(self, host: Mapping[str, Any]) -> dict | None:
+        """Returns a number that is lower where the step is better; None where the metric is not known or not finite."""
         value = (host.get("metrics") or {}).get(self.keep_best) if self.keep_best else None
-        return {"score": float(value)} if value is not None and math.isfinite(value) else None
+        if value is None or not math.isfinite(value):
+            return None
+        return {"score": -float(value) if is_better_higher(self.keep_best) else float(value)}
 
     def _no_step(self, step: int | None) -> str:
         have = ", ".join(map(str, self.steps())) or "none"
         what = "no checkpoint that can be read" if step is None else f"no checkpoint of step {step}"
         return f"[checkpoint] {what} in {self.directory}; complete steps: {have}"
+
+
+def is_better_higher(metric: str | None) -> bool:
+    """Returns whether the best value of a metric is the highest, as of an accuracy, not the lowest, as of a loss."""
+    return metric is not None and metric.endswith("accuracy")
 
 
 @contextlib.contextmanager

@@ -53,12 +53,13 @@ write_errors = WriteErrors()
 class CheckpointStore(SavedSteps):
     """The checkpoints of one run: `directory/<step>/`, each either complete or invisible.
 
-    Keeps the newest `keep` steps, and the one whose `host["metrics"][keep_best]` is lowest.
+    Keeps the newest `keep` steps, and the one whose `host["metrics"][keep_best]` is best.
 
     Args:
       directory: created at the first save. Tried in order by `restore`: newest complete step first.
       keep: number of newest steps to keep, at least 1.
-      keep_best: name of a metric, lower is better; steps saved without it cannot be best. None: keeps none.
+      keep_best: name of a metric, lower is better, higher where the name ends in "accuracy"; steps saved without it
+        cannot be best. None: keeps none.
       asynchronous: `save` returns once the arrays are copied from the devices, so that their buffers may be
         donated to the next step at once. A failed write is raised by the next `save`, `wait` or `close`.
 

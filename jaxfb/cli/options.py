@@ -255,8 +255,8 @@ def _add_pretrained(verbs) -> None:
     exporting.add_argument(
         "--update",
         metavar="N",
-        help="the checkpoint saved after update N, or best: the one whose metric checkpoint.keep_best, such as the "
-        "held-out loss, is lowest (default: the newest)",
+        help="the checkpoint saved after update N, or best: the one whose metric checkpoint.keep_best is best, such as "
+        "the one with the lowest held-out loss (default: the newest)",
     )
 
 

@@ -36,7 +36,7 @@ class CommonConfig:
     trainable: tuple[str, ...] | None = None
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    checkpoint: CheckpointConfig = field(default_factory=lambda: CheckpointConfig(keep_best=None))
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     hosts: HostsConfig = field(default_factory=HostsConfig)

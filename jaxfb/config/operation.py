@@ -32,7 +32,8 @@ class CheckpointConfig:
     """A checkpoint every `every` updates and at the end (null: at the end only); see `jaxfb.checkpoint`.
 
     every: saves after each so many updates; null: at the end only.
-    keep_best: a metric; the checkpoint where it is lowest is kept as well; null: none.
+    keep_best: a number of the evaluation; the checkpoint where it is lowest, or highest if its name ends in accuracy,
+      is kept as well; null: none.
     asynchronous: training continues while a checkpoint is written.
     local: others, on the hosts' own disks, that a killed process continues from; null: none.
     keep: how many of the newest are kept, at least 2, since the newest is known to be good only when an update after it

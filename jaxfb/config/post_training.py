@@ -12,6 +12,7 @@ from typing import Annotated, ClassVar, Literal
 from jaxfb.config.checks import at_least_zero, expand_home, not_empty, one_length, positive
 from jaxfb.config.common import CommonConfig
 from jaxfb.config.model import ModelConfig
+from jaxfb.config.operation import CheckpointConfig
 from jaxfb.config.policy import (
     AdvantageConfig,
     CriticConfig,
@@ -28,6 +29,10 @@ from jaxfb.losses.estimators import estimator_of
 from jaxfb.models.adapted import LoRA
 from jaxfb.parts import PREFERENCES
 from jaxfb.refusal import Refused, shown
+
+ACCURACY = (
+    "eval/accuracy"  # of greedy answers to held-out problems, the one number by which policies are evaluated
+)
 
 
 @dataclass(frozen=True)
@@ -239,6 +244,13 @@ def check_one_start(model: object, source: object, run: object) -> None:
         )
 
 
+@dataclass(frozen=True)
+class PolicyCheckpointConfig(CheckpointConfig):
+    """Checkpoints as in the other commands, with the best by the accuracy on held-out problems."""
+
+    keep_best: str | None = ACCURACY
+
+
 @dataclass(frozen=True, kw_only=True)
 class PostTrainingConfig(CommonConfig):
     """Settings of every kind of post-training; `model` sizes are those of `start.run` where one is given.
@@ -299,6 +311,7 @@ class RLConfig(PostTrainingConfig):
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     critic: CriticConfig | None = None
+    checkpoint: PolicyCheckpointConfig = field(default_factory=PolicyCheckpointConfig)
 
     def __post_init__(self):
         super().__post_init__()

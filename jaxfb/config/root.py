@@ -8,7 +8,6 @@ from pathlib import Path
 
 from jaxfb.config.common import CommonConfig
 from jaxfb.config.model import ModelConfig
-from jaxfb.config.operation import CheckpointConfig
 from jaxfb.config.own_model import OwnModelConfig
 from jaxfb.config.sections import (
     AutoMesh,
@@ -38,7 +37,6 @@ class Config(CommonConfig):
     eval: EvalConfig = field(default_factory=EvalConfig)
     mesh: MeshConfig | AutoMesh = field(default_factory=MeshConfig)
     lora: LoRA | None = None
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self):
         object.__setattr__(self, "data", _with_tokenizer(self.data, getattr(self.model, "from_", None)))

@@ -158,7 +158,7 @@ def _row_length(config: PostTrainingConfig, base: Base[Any]) -> int:
     assert isinstance(config, RLConfig)
     asked = repr((config.task, config.start, config.model))
     if asked not in _PROMPTS:
-        _PROMPTS[asked] = max(map(len, check_task(make_task(config), base.chat)))
+        _PROMPTS[asked] = max(map(len, check_task(make_task(config), base.chat)[1]))
     return row_slots(_PROMPTS[asked], config.rollout.max_new_tokens, base.mesh)
 
 

@@ -27,7 +27,16 @@ from jaxfb.losses.importance import rollout_weights
 from jaxfb.losses.kl import AdaptiveKL, kl_in_reward
 from jaxfb.rl.sampler import Responses, Sampler
 from jaxfb.rl.start import Base
-from jaxfb.rl.tasks import Problem, Response, Task, checked_correct, checked_reward, messages_of
+from jaxfb.rl.tasks import (
+    Problem,
+    Problems,
+    Response,
+    Task,
+    check_unchanged,
+    checked_correct,
+    checked_reward,
+    messages_of,
+)
 from jaxfb.types import Pipelined
 
 PyTree = Any
@@ -58,6 +67,7 @@ class Rollout(NamedTuple):
 class Experience:
     """Makes rollouts.
 
+    problems:    of the task when the run began.
     length:      slots of a row.
     value_model: of the critic, whose outputs are {"values"}.
     once:        calls a function on process 0 and returns its JSON-able value on every process of the job; rewards may
@@ -66,6 +76,7 @@ class Experience:
 
     base: Base[RLConfig]
     task: Task
+    problems: Problems
     plan: RolloutPlan
     sampler: Sampler
     length: int
@@ -74,16 +85,17 @@ class Experience:
 
     def rollout(self, number: int, models: Models, kl: AdaptiveKL) -> Rollout:
         """Makes rollout `number` of the run, from 0; it depends on that, the seed and the models alone."""
-        problems, groups = self._problems(number)
+        places, groups = self._drawn(number)
+        problems = [self.problems.train[place] for place in places]
         began, record = time.monotonic(), {}
         placed = self.sampler.place(models.policy)
         key = jax.random.fold_in(jax.random.key(self._config.run.seed), number)
         prompts = self._encoded(problems)
         responses = self.sampler(placed, prompts, key)
         sampled = time.monotonic()
-        rewards, correct = self._rewards(problems, responses)
+        rewards, correct = self._rewards(places, responses)
         estimator = estimator_of(self._config.advantage.name)
-        baseline = self._greedy_rewards(placed, problems) if "baselines" in estimator.reads else None
+        baseline = self._greedy_rewards(placed, places, prompts) if "baselines" in estimator.reads else None
         rows, from_sampler = self._rows(prompts, responses)
         record |= _numbers_of(rewards, correct, responses, sampled - began)
         if estimator.by_group:
@@ -144,13 +156,15 @@ class Experience:
         temperature = self._config.rollout.temperature
         return log_prob_fn(self.base.model, temperature=temperature, absent_ids=self.base.absent_ids)
 
-    def _problems(self, number: int) -> tuple[list[Problem], np.ndarray]:
-        """Draws one problem a row, samples of one prompt side by side, and numbers the prompt that each row answers."""
+    def _drawn(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Draws one problem a row, by its place in `train`, samples of one prompt side by side; and numbers the prompt
+        that each row answers.
+        """
         rng = np.random.default_rng([self._config.run.seed, number])
-        train, sizes = self.task.train, self._config.rollout
-        chosen = rng.choice(len(train), sizes.prompts, replace=len(train) < sizes.prompts)
+        total, sizes = len(self.problems.train), self._config.rollout
+        chosen = rng.choice(total, sizes.prompts, replace=total < sizes.prompts)
         groups = np.repeat(np.arange(sizes.prompts), sizes.samples_per_prompt)
-        return [train[chosen[group]] for group in groups], groups
+        return chosen[groups], groups
 
     def _encoded(self, problems: list[Problem]) -> list[np.ndarray]:
         return self.base.chat.prompts([messages_of(problem) for problem in problems])
@@ -163,19 +177,23 @@ class Experience:
             for ids, ended in zip(responses.ids, responses.ended, strict=True)
         ]
 
-    def _rewards(self, problems: list[Problem], responses: Responses) -> tuple[np.ndarray, np.ndarray]:
+    def _rewards(self, places: np.ndarray, responses: Responses) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the reward of each response, and whether it counts as solved. places: of the problems of the rows."""
+        problems = [self.problems.train[place] for place in places]
         answered = list(zip(problems, self._texts(responses), strict=True))
 
         def judge() -> tuple[list[float], list[bool]]:
             rewards = [float(checked_reward(self.task, problem, text)) for problem, text in answered]
-            return rewards, [bool(checked_correct(self.task, problem, text)) for problem, text in answered]
+            correct = [bool(checked_correct(self.task, problem, text)) for problem, text in answered]
+            check_unchanged(self.task, self.problems, places)
+            return rewards, correct
 
         rewards, correct = self.once(judge)
         return np.array(rewards), np.array(correct, bool)
 
-    def _greedy_rewards(self, placed: PyTree, problems: list[Problem]) -> np.ndarray:
+    def _greedy_rewards(self, placed: PyTree, places: np.ndarray, prompts: list[np.ndarray]) -> np.ndarray:
         """Returns float[R], the reward of the greedy response to each row's prompt: the baseline of ReMax."""
-        return self._rewards(problems, self.sampler(placed, self._encoded(problems), None, greedy=True))[0]
+        return self._rewards(places, self.sampler(placed, prompts, None, greedy=True))[0]
 
     def _rows(self, prompts: list[np.ndarray], responses: Responses) -> tuple[Leaves, np.ndarray]:
         """Makes the rows of prompts and responses, and the sampler's log-probs on them."""

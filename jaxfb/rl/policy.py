@@ -122,7 +122,11 @@ class PolicyWork(PostTraining):
         return metrics, {**self._record, **counted, **speed, **parts, **more}
 
     def evaluate(self) -> dict[str, float]:
-        return {"eval/accuracy": self.experience.accuracy(self.train_state.params, self.task.held_out)}
+        return {
+            "eval/accuracy": self.experience.accuracy(
+                self.train_state.params, self.experience.problems.held_out
+            )
+        }
 
     @property
     def row_length(self) -> int:
@@ -211,8 +215,9 @@ class PolicyWork(PostTraining):
 
     def _warm_start(self, params: Any, say: Callable[[str], None]) -> PyTree:
         settings = self._config.warm_start
-        problems = self.task.train[: settings.problems]
-        all_ = ", all there are" if len(problems) == len(self.task.train) else ""
+        train = self.experience.problems.train
+        problems = train[: settings.problems]
+        all_ = ", all there are" if len(problems) == len(train) else ""
         say(f"warm start on {len(problems)} problems{all_}")
         pairs = [(messages_of(problem), problem.answer) for problem in problems]
         return fine_tuned(self.base, params, pairs, self.experience.length, settings, say)
@@ -250,7 +255,7 @@ def make_policy_work(
     """
     base, own = make_base(config, fresh), task is not None
     task = make_task(config) if task is None else task
-    prompts = check_task(task, base.chat)
+    problems, prompts = check_task(task, base.chat)
     sampler = _sampler(config, base, max(map(len, prompts)))
     length = row_slots(sampler.prompt_width, sampler.max_new_tokens, base.mesh)
     if config.warm_start.updates:
@@ -276,8 +281,9 @@ def make_policy_work(
     step = base.train_step(model, plan.train, run)
     critic = Critic(base, plan.plan("critic")) if config.critic else None
     shared = {} if once is None else {"once": once}
-    experience = Experience(base, task, plan, sampler, length, critic and critic.forward_model, **shared)
-    work = PolicyWork(base, task, plan, experience, step, critic, fingerprint(task, prompts))
+    value_model = critic and critic.forward_model
+    experience = Experience(base, task, problems, plan, sampler, length, value_model, **shared)
+    work = PolicyWork(base, task, plan, experience, step, critic, fingerprint(problems, prompts))
     work.in_program = own
     return work
 

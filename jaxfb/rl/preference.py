@@ -39,6 +39,8 @@ REFERENCE = "ref_log_probs"
 class PreferenceWork(SupervisedWork):
     """Rows of pairs; before the first update they receive the reference's log-probs, which are saved with the state."""
 
+    term = "preference"
+
     def __post_init__(self):
         super().__post_init__()
         self._pairs = {name: digest(_of_pairs(rows)) for name, rows in self._tables().items()}

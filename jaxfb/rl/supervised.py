@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -35,16 +35,16 @@ from jaxfb.update.train_state import StepMetrics, TrainState
 from jaxfb.update.train_step import TrainStep, make_train_step
 
 PyTree = Any
-TERM = "cross_entropy"
 
 
 @dataclass
 class SupervisedWork(PostTraining):
     """A run over rows in memory. Also the part that preferences share: only the loss differs.
 
-    model: a Pipelined with a loss, updated and evaluated.
+    model: a Pipelined with a loss, updated and evaluated. term: of the loss; its mean over held-out rows is eval/loss.
     """
 
+    term: ClassVar[str] = "cross_entropy"
     base: Base
     plan: RunPlan
     stream: Stream
@@ -92,7 +92,7 @@ class SupervisedWork(PostTraining):
             return {}
         plan = self.plan.by_purpose["eval"]
         found = held_out_means(self.base.forward, self.model, self.train_state.params, self.held_out, plan)
-        loss = found.pop(f"eval/{TERM}", None)
+        loss = found.pop(f"eval/{self.term}", None)
         return found if loss is None else {"eval/loss": loss, **found}
 
     def host(self, done: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -184,39 +184,70 @@ def _refusal(name: str, value: Any, rule: str, problem: Problem, response: Respo
     return f"[task] {name}={shown(value)} must be {rule}, {where}{'; ' * bool(use)}{use}"
 
 
-def check_task(task: Any, chat: Chat) -> list[np.ndarray]:
-    """Checks a task before a run, so that it cannot fail in the middle; returns its prompts as token ids, those of
-    `train` first.
+class Problems(NamedTuple):
+    """The problems of a task as a run found them when it began; every process draws from these alone."""
 
+    train: list[Problem]
+    held_out: list[Problem]
+
+
+def check_task(task: Any, chat: Chat) -> tuple[Problems, list[np.ndarray]]:
+    """Checks a task before a run, so that it cannot fail in the middle.
+
+    Returns:
+      Its problems, and their prompts as token ids, those of `train` first.
     Raises:
       ValueError: a member is missing or of another kind, there is nothing to train on or to measure on, a problem is
         none, a prompt is empty, or the reward of a problem's own answer is not a finite number or too large a one.
     """
     _check_members(task)
-    _check_problems("train", task.train, "rollouts draw their prompts from it")
-    _check_problems("held_out", task.held_out, "accuracy is measured on it")
-    problems = [*task.train, *task.held_out]
-    prompts = chat.prompts([messages_of(problem) for problem in problems])
-    if empties := [problem for problem, ids in zip(problems, prompts, strict=True) if not len(ids)]:
+    train = _listed("train", task.train, "rollouts draw their prompts from it")
+    problems = Problems(train, _listed("held_out", task.held_out, "accuracy is measured on it"))
+    each = [*problems.train, *problems.held_out]
+    prompts = chat.prompts([messages_of(problem) for problem in each])
+    if empties := [problem for problem, ids in zip(each, prompts, strict=True) if not len(ids)]:
         empty = empties[0]
         raise Refused(
             f"[task] the prompt of {empty!r} is empty, and sampling starts from a prompt; give it some text"
         )
-    first = task.train[0]
+    first = train[0]
     (ids,) = chat.tokenizer.encode([str(first.answer)])
     response = Response.of(str(first.answer), np.append(ids, chat.stop_tokens[0]), True)
     checked_reward(task, first, response)
     checked_correct(task, first, response)
-    return prompts
+    check_unchanged(task, problems, [0])
+    return problems, prompts
 
 
-def fingerprint(task: Task, prompts: Sequence[np.ndarray]) -> str:
+def check_unchanged(task: Task, problems: Problems, places: Iterable[int]) -> None:
+    """Checks that a task still lists as many problems to train on, and the same ones at these places.
+
+    A reward that changes them, such as one that drops what is solved, does so on the process alone that judges.
+
+    Raises:
+      BadJudgement: it does not.
+    """
+    now, before = task.train, problems.train
+    if len(now) != len(before):
+        change = f"has {len(now)} problems and had {len(before)}"
+    elif others := [at for at in places if now[at] != before[at]]:
+        at = others[0]
+        change = f"has {_short(now[at].prompt)} as problem {at} and had {_short(before[at].prompt)}"
+    else:
+        return
+    raise BadJudgement(
+        f"[task] train {change} when the run began: every process draws from the list of then, and so does a resumed "
+        "run; keep the list as it is, and to go on with other problems resume the run with allow_changes=True"
+    )
+
+
+def fingerprint(problems: Problems, prompts: Sequence[np.ndarray]) -> str:
     """Returns 16 hexadecimal digits of the problems of a task, in their order; its functions are left out.
 
     prompts: as `check_task` returns them.
     """
-    state = hashlib.blake2b(f"{len(task.train)}".encode(), digest_size=8)
-    for problem, ids in zip([*task.train, *task.held_out], prompts, strict=True):
+    state = hashlib.blake2b(f"{len(problems.train)}".encode(), digest_size=8)
+    for problem, ids in zip([*problems.train, *problems.held_out], prompts, strict=True):
         answer = str(problem.answer).encode()
         state.update(f"{len(ids)} {len(answer)} ".encode() + np.asarray(ids, np.int32).tobytes() + answer)
     return state.hexdigest()
@@ -232,17 +263,21 @@ def _check_members(task: Any) -> None:
         function(name, getattr(task, name), "(problem, response)", who="[task]")
 
 
-def _check_problems(name: str, problems: Any, use: str) -> None:
-    """Refuses what cannot be drawn from by number, is empty or has something else than problems in it."""
+def _listed(name: str, problems: Any, use: str) -> list[Problem]:
+    """Returns the problems as a list of the run; refuses what cannot be drawn from by number, is empty or has something
+    else than problems in it.
+    """
     has_numbers = hasattr(problems, "__len__") and hasattr(problems, "__getitem__")
     if not has_numbers or isinstance(problems, str | Mapping):
         refuse(name, problems, "a list of problems", who="[task]")
     if len(problems) == 0:
         raise Refused(f"[task] {name} is empty, but {use}; give at least one problem")
-    for number, problem in enumerate(problems):
+    kept = [problems[number] for number in range(len(problems))]
+    for number, problem in enumerate(kept):
         if not (hasattr(problem, "prompt") and hasattr(problem, "answer")):
             refuse(f"{name}[{number}]", problem, "a Problem(prompt, answer)", who="[task]")
         _check_problem(problem, f"[task] {name}[{number}]:")
+    return kept
 
 
 def _check_problem(problem: Any, where: str) -> None:

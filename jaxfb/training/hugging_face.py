@@ -82,7 +82,7 @@ def export_run(
       dtype: of the weights; None is that of the model that the run was imported from, else float32.
       adapter: write the adapters alone, in PEFT's format; otherwise those of a run with `lora` are merged into the
         kernels.
-      update: after which the checkpoint was saved; "best": the one whose metric `checkpoint.keep_best` is lowest;
+      update: after which the checkpoint was saved; "best": the one whose metric `checkpoint.keep_best` is best;
         None: the newest.
 
     Raises:

@@ -246,8 +246,20 @@ class Run(AbstractContextManager["Run"]):
             found = self.work.evaluate()
         reach("eval.done")
         if found:
+            self._look_for_best(found)
             self.metrics, self._evaluated_at = found, self.done
         return found
+
+    def _look_for_best(self, found: Mapping[str, float]) -> None:
+        """Prints, at the first evaluation of a process, where it lacks the number that the config asks for."""
+        settings = self.config.checkpoint
+        metric = settings.keep_best
+        is_asked = metric not in (None, type(settings)().keep_best)
+        if self._evaluated_at is None and is_asked and metric not in found:
+            self.say(
+                f"[checkpoint] keep_best={metric} is no number of this evaluation, so none is kept as the best; "
+                f"use one of {', '.join(sorted(found))}"
+            )
 
     @property
     def is_saved(self) -> bool:

@@ -118,6 +118,15 @@ def test_keeps_newest_and_best(tmp_path):
             store.restore(state, step=20)
 
 
+def test_keeps_the_one_with_the_highest_accuracy(tmp_path):
+    state = make_state(mesh_of(data=1))
+    with CheckpointStore(tmp_path, keep=1, keep_best="eval/accuracy") as store:
+        for step, accuracy in [(0, 0.1), (10, 0.9), (20, 0.0), (30, 0.5)]:
+            store.save(step, state, {"metrics": {"eval/accuracy": accuracy}})
+        store.wait()
+        assert store.steps() == [10, 30] and store.best() == 10
+
+
 def test_refuses_what_orbax_would_cast(tmp_path):
     state = make_state(mesh_of(data=1))
     with CheckpointStore(tmp_path) as store:

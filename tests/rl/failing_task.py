@@ -1,6 +1,6 @@
-"""A policy of two processes whose task raises an error in the third rollout; run by `test_post_training_hosts.py`.
+"""A policy of two processes whose task fails in the third rollout; run by `test_post_training_hosts.py`.
 
-Arguments: the directory of tiny.yaml, the process, and the coordinator's port.
+Arguments: the directory of tiny.yaml, the process, the coordinator's port, and how it fails.
 """
 
 import sys
@@ -17,10 +17,20 @@ class Fails(Arithmetic):
     def reward(self, problem, response):
         Fails.calls += 1
         if Fails.calls > 1 + 2 * 16:  # a trial, and two rollouts
-            raise KeyError("key")
+            FAILURES[how](self)
         return float(len(response))
 
 
-directory, index, port = sys.argv[1:]
+def raises(task):
+    raise KeyError("key")
+
+
+def drops(task):
+    """As a curriculum that leaves out what is solved; process 0 alone, which computes the rewards."""
+    task.train.pop()
+
+
+FAILURES = {"raises": raises, "drops": drops}
+directory, index, port, how = sys.argv[1:]
 place = [f"hosts.coordinator=127.0.0.1:{port}", "hosts.processes=2", f"hosts.process_id={index}"]
 post_train(load_config(Path(directory) / "tiny.yaml", place), task=Fails(1, "+", 6))

@@ -509,11 +509,13 @@ def test_prompts_are_shared_out_over_all_devices_but_those_of_one_model():
 @pytest.mark.parametrize("prompts, most", [(4, 1), (6, 1), (9, 9)])
 def test_a_rollout_asks_no_problem_twice_unless_there_are_fewer_than_prompts(prompts, most):
     config = with_({"rollout": {"prompts": prompts, "samples_per_prompt": 2}})
-    experience = SimpleNamespace(_config=config, task=SimpleNamespace(train=list("abcdef")))
-    problems, groups = Experience._problems(experience, 0)
-    assert problems[::2] == problems[1::2] and groups.tolist() == np.repeat(np.arange(prompts), 2).tolist()
-    assert max(Counter(problems[::2]).values()) <= most
-    assert problems != Experience._problems(experience, 1)[0]
+    experience = SimpleNamespace(_config=config, problems=SimpleNamespace(train=list("abcdef")))
+    places, groups = Experience._drawn(experience, 0)
+    assert (places[::2] == places[1::2]).all() and groups.tolist() == np.repeat(
+        np.arange(prompts), 2
+    ).tolist()
+    assert max(Counter(places[::2].tolist()).values()) <= most
+    assert (places != Experience._drawn(experience, 1)[0]).any()
 
 
 def test_a_change_of_a_config_leaves_the_values_it_was_given_as_they_are():

@@ -1,10 +1,12 @@
 """The problems of a policy have a fingerprint: processes with others stop, and a run is not resumed with others."""
 
+import numpy as np
 import pytest
 
 from jaxfb.config import config_to_dict
 from jaxfb.rl.policy import make_policy_work
-from jaxfb.rl.tasks import Problem
+from jaxfb.rl.sampler import Responses
+from jaxfb.rl.tasks import BadJudgement, Problem
 from jaxfb.training.job.agreement import check_agreement
 from tests.rl.test_checks import with_
 
@@ -70,3 +72,49 @@ def test_a_run_of_before_there_was_a_fingerprint_is_resumed():
     work(OTHERS["answers"]).check_resume(
         {"plan": plan, "config": config_to_dict(with_()), "update": 4}, False
     )
+
+
+def judged(experience, number=0):
+    """The rewards of one rollout, whose responses are all "a"."""
+    places, _ = experience._drawn(number)
+    ids = [np.array([97], np.int32)] * len(places)
+    return experience._rewards(places, Responses(ids, [np.zeros(1)] * len(ids), np.zeros(len(ids), bool)))
+
+
+class Changing(Words):
+    """Changes its problems once it is told to, in a reward, which process 0 alone computes."""
+
+    change = None
+
+    def reward(self, problem, response):
+        if self.change:
+            self.change()
+        return super().reward(problem, response)
+
+
+CHANGES = {
+    "drops": (lambda task: len(task.train) > 1 and task.train.pop(), "has 1 problems and had 3"),
+    "orders": (lambda task: task.train.sort(reverse=True), "has '\\w+' as problem . and had '\\w+'"),
+}
+
+
+@pytest.mark.parametrize("change, words", CHANGES.values(), ids=CHANGES)
+def test_a_task_that_changes_its_problems_ends_the_run(change, words):
+    """The other processes would draw from the list as it was, and a resumed run too."""
+    task = Changing()
+    experience = work(task, {"rollout": {"prompts": 4, "samples_per_prompt": 4}}).experience
+    assert judged(experience)[0].shape == (16,)
+    task.change = lambda: change(task)
+    with pytest.raises(
+        BadJudgement, match=rf"\[task\] train {words} when the run began: .*allow_changes=True"
+    ):
+        judged(experience)
+    untouched = work(Words(), {"rollout": {"prompts": 4, "samples_per_prompt": 4}}).experience
+    assert experience.problems == untouched.problems
+
+
+def test_a_task_that_changes_its_problems_at_its_trial_is_refused():
+    task = Changing()
+    task.change = task.train.clear
+    with pytest.raises(BadJudgement, match="train has 0 problems and had 3 when the run began"):
+        work(task)

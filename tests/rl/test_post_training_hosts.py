@@ -116,7 +116,14 @@ def test_a_killed_process_ends_the_job_and_resuming_gives_the_same_bits(tmp_path
     assert curve(run(killed, kind, mesh, 2, 2, "--resume")) == two_processes(kind)
 
 
-def test_an_error_of_a_task_ends_every_process_with_all_updates_saved(tmp_path):
+FAILURES = {
+    "raises": r"reward raised KeyError\('key'\) ",
+    "drops": r"train has \d+ problems and had 94 when the run began: ",
+}
+
+
+@pytest.mark.parametrize("how", FAILURES)
+def test_an_error_of_a_task_ends_every_process_with_all_updates_saved(tmp_path, how):
     """Process 0 computes the rewards; the others hear of its refusal at the same point, and save with it."""
     sizes = {"rollout": {"rollouts": 4}, "warm_start": {"updates": 0}, "eval": {"every": 100}}
     write(tmp_path, "rl", {"data": 2}, **sizes, checkpoint={"every": 100})
@@ -124,10 +131,10 @@ def test_an_error_of_a_task_ends_every_process_with_all_updates_saved(tmp_path):
     environment = {**os.environ, "XLA_FLAGS": flags(1), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     jobs = []
     for index in range(2):
-        command = [sys.executable, script, str(tmp_path), str(index), str(port)]
+        command = [sys.executable, script, str(tmp_path), str(index), str(port), how]
         with (tmp_path / f"log{index}").open("w") as log:
             jobs.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
     assert 0 not in finish(jobs)
     for log in logs(tmp_path, 2):
-        assert re.search(r"\[task\] reward raised KeyError\('key'\) .*; saved after update 4 of 8", log), log
+        assert re.search(rf"\[task\] {FAILURES[how]}.*; saved after update 4 of 8", log), log
     assert RunDirectory(tmp_path / "run").newest_update() == 4
