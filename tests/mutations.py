@@ -3016,6 +3016,13 @@ MUTATIONS = (
         "rl/test_checks.py::test_a_task_that_changes_its_problem_ends_the_run",
     ),
     Mutation(
+        "the_end_of_another_process_is_looked_at_late",
+        "training/job/watch.py",
+        "                if set(self._reports) - {self._index}:\n                    self._news.set()\n",
+        "",
+        "training/test_hosts.py::test_a_process_that_hears_of_the_end_of_another_looks_at_once",
+    ),
+    Mutation(
         "a_task_changes_its_problems",
         "rl/experience.py",
         "            check_unchanged(self.task, self.problems, places)\n",

@@ -33,6 +33,7 @@ from jaxfb.pretrained.tensor_files import NAMES
 from jaxfb.refusal import Missing, Refused, StorageError, choice, shown
 from jaxfb.trainable import name_of
 from jaxfb.training.exported_tokenizer import add_tokenizer, token_ids
+from jaxfb.training.from_config.dtypes import with_float64
 from jaxfb.training.from_config.sizes import abstract_params, config_with_model
 from jaxfb.training.parameters import carried_of, weights_of
 from jaxfb.training.run_dir import RunDirectory
@@ -98,15 +99,22 @@ def export_run(
         raise Refused(f"[hf] dtype={dtype!r} must be one of {', '.join(DTYPES)}")
     source = saved_run(source, config)
     step = None if update is None else _step_of(source, config, update)
-    if adapter:
-        return _export_adapter(source, config, Path(directory), step)
+    with with_float64(config):
+        if adapter:
+            return _export_adapter(source, config, Path(directory), step)
+        return _export_model(source, config, Path(directory), dtype, step)
+
+
+def _export_model(
+    source: Path, config: Any, directory: Path, dtype: str | None, step: int | None
+) -> list[Path]:
     with whole_directory(directory, last="config.json") as inside:
         if RunDirectory(source).newest_update() is None and (files := weights_of(source, config)):
             written = _export_files(files, inside, dtype)
         else:
             written = _export_checkpoint(source, config, inside, dtype, step)
         written += add_tokenizer(source, inside)
-    return [Path(directory) / path.name for path in written]
+    return [directory / path.name for path in written]
 
 
 def _step_of(source: Path, config: Any, update: int | str) -> int:

@@ -8,6 +8,7 @@ import chex
 import jax
 import numpy as np
 import pytest
+import yaml
 from marks import some_slow
 from safetensors.numpy import load_file
 
@@ -77,6 +78,26 @@ def test_the_best_checkpoint_is_exported_or_any_that_is_named(tmp_path, capsys):
     assert main(["export-hf", str(run), str(tmp_path / "x"), "--update", "4"]) != 0
     assert f"jaxfb: [export] update 4 of {run} is damaged" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
+
+
+def test_a_run_in_float64_is_exported(tmp_path):
+    """A command has no arrays of float64 until a config asks for them."""
+    run = tmp_path / "run"
+    assert main(["import-hf", str(GOLDEN / "hf_llama31_tiny"), "--out", str(run)]) == 0
+    repository = open_repository(GOLDEN / "hf_llama31_tiny")
+    params = load_params(repository, sizes := sizes_of(repository.config), shapes_of(sizes))
+    with CheckpointStore(run / "checkpoints", asynchronous=False) as store:
+        state = {"params": jax.tree.map(lambda leaf: np.asarray(leaf, np.float64) + 2, params)}
+        store.save(2, state, {"update": 2, "metrics": {}})
+    config = run / "config.yaml"
+    values = yaml.safe_load(config.read_text())
+    values["precision"]["compute_dtype"] = "float64"
+    config.write_text(yaml.safe_dump(values))
+    with jax.enable_x64(False):
+        assert main(["export-hf", str(run), str(tmp_path / "out")]) == 0
+    name = "model.norm.weight"
+    before, after = (load_file(at / "model.safetensors")[name] for at in (repository.path, tmp_path / "out"))
+    np.testing.assert_allclose(after, before + 2, rtol=1e-6)
 
 
 def shapes_of(sizes):

@@ -278,6 +278,20 @@ def watch(store, index, position=None, **config):
     return made
 
 
+def test_a_process_that_hears_of_the_end_of_another_looks_at_once():
+    """Process 0 waits 10 s for those that it ends; one that looked 5 s later found it gone."""
+    store = Store()
+    store.key_value_set("job/failed/0", '["refuses", "there is no file"]')
+    made = Watch(store, "job", 1, [f"process {k} of 2" for k in range(2)], HostsConfig(), Position())
+    made._every = 1000.0  # seconds
+    made.start()
+    try:
+        assert "process 0 of 2 is refused: there is no file" in (made.cause(20) or "")
+        assert made.kind == "refuses"
+    finally:
+        made.stop()
+
+
 def test_process_0_leaves_with_a_refusal_only_after_the_others_have_read_it():
     """It runs the store: gone before, the others would end with another sentence than the reason."""
 

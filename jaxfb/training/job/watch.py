@@ -72,6 +72,7 @@ class Watch:
         self._lost_after = config.lost_after
         self._signs = Signs(index, names, config.lost_after, config.stuck_after)
         self._ended, self._found = threading.Event(), threading.Event()
+        self._news = threading.Event()  # that another process has ended, or this one does
         self._arming = threading.Lock()
         self._verdict: str | None = None
         self._kind, self._main_decides = FAILED, False
@@ -97,6 +98,7 @@ class Watch:
         """
         with self._arming:
             self._ended.set()
+            self._news.set()
             if self._stuck_after is not None:
                 faulthandler.cancel_dump_traceback_later()
         if self._thread.is_alive():
@@ -148,6 +150,8 @@ class Watch:
                 text = Sign.of(beat, self._position).write()
                 self._client.key_value_set(f"{self._prefix}/beat/{self._index}", text, allow_overwrite=True)
                 self._reports = {other: json.loads(text) for other, text in self._read("failed").items()}
+                if set(self._reports) - {self._index}:
+                    self._news.set()
                 signs = {other: Sign.read(text) for other, text in self._read("beat").items()}
                 self._heard = signs
                 self._answered = time.monotonic()
@@ -163,7 +167,7 @@ class Watch:
         looked = time.monotonic()
         # less than lost_after, which is at least five times as long as `_every`
         late = self._every * 2 + min(self._every, GRACE)
-        while not self._ended.wait(self._interval()):
+        while self._continues():
             now = time.monotonic()
             if now - looked > late:  # suspended, with the job or with the machine
                 self._answered += now - looked
@@ -179,6 +183,14 @@ class Watch:
                 else:
                     self._found.clear()
                     looked = time.monotonic()
+
+    def _continues(self) -> bool:
+        """Waits until it is time to look again, at once where another process has ended: process 0 waits LAST_WORDS for
+        those that it ends, less than two intervals and GRACE. Returns whether this process has not ended.
+        """
+        self._news.wait(self._interval())
+        self._news.clear()
+        return not self._ended.is_set()
 
     def _look(self) -> str | None:
         """Returns why this process ends, None while it continues; `_kind` is how."""
