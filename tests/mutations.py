@@ -412,7 +412,7 @@ MUTATIONS = (
     Mutation(
         "attention_not_computed_again_beside_the_rows",
         "models/block.py",
-        "output, out, beside = self.moe(read, counted_RT, load_E, beside)",
+        "output, out, beside = self.moe(read, counted_RT, load_E, beside, segments_RT)",
         "output, out, _ = self.moe(read, counted_RT, load_E)",
         "models/test_moe.py::test_a_layers_second_half_computes_what_it_is_given_while_rows_are_sent",
     ),
@@ -655,6 +655,27 @@ MUTATIONS = (
         "models/test_mtp.py::test_a_place_counts_where_a_token_further_on_is_in_its_document",
     ),
     Mutation(
+        "experts_of_a_depth_count_places_that_read_another_document",
+        "models/mtp.py",
+        "counted=read.counted & reaches",
+        "counted=read.counted",
+        "models/test_mtp.py::test_each_depth_reads_a_token_further_and_predicts_the_next",
+    ),
+    Mutation(
+        "documents_of_a_row_are_balanced_together",
+        "models/transformer.py",
+        "read.counted, load, read.segments\n        after, _, out",
+        "read.counted, load, None\n        after, _, out",
+        "models/test_documents_alone.py::test_each_term_of_documents_that_share_a_row_is_the_sum_of_those_alone",
+    ),
+    Mutation(
+        "documents_without_positions_are_as_long_as_their_row",
+        "models/transformer.py",
+        'if turns_by_length and "segments" in microbatch:',
+        "if False:",
+        "models/test_variants.py::test_a_document_without_positions_is_as_long_as_its_segment",
+    ),
+    Mutation(
         "every_depth_reads_the_next_token",
         "models/mtp.py",
         'split.embed(outer, later(microbatch["tokens"], depth))',
@@ -720,8 +741,8 @@ MUTATIONS = (
     Mutation(
         "a_rows_balance_grows_with_its_tokens",
         "models/balance.py",
-        "(per_token * tokens_R**2)",
-        "(per_token * tokens_R)",
+        "(per_token * tokens_RS1**2)",
+        "(per_token * tokens_RS1)",
         "models/test_balance.py::test_losses_of_routers_are_their_formulas",
     ),
     Mutation(

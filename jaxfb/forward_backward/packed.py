@@ -1,7 +1,8 @@
 """Rows of many lengths to array rows of one width and back: an `Arrangement` applied to arrays, on the host.
 
 Before forward_backward where the plan has a token budget. Array rows hold one row each, or with packing several,
-distinguished by `segments` (1.., 0 is padding), each with `positions` from 0 unless the batch has them. A value per
+distinguished by `segments` (1.., 0 is padding), each with `positions` from 0 at its first token unless the batch has
+them. A value per
 row becomes, with packing, that value at each of its tokens.
 """
 
@@ -83,7 +84,8 @@ class Packed:
 
     def _arranged(self, batch: dict) -> dict:
         valid = self._segment > 0
-        positions = np.where(valid, self._column, 0).astype(np.int32)
+        first = (np.asarray(batch[SEGMENTS]) > 0).argmax(1)
+        positions = np.where(valid, np.maximum(self._column - first[self._row], 0), 0).astype(np.int32)
         made = {
             name: jax.tree.map(lambda leaf: self._leaf(np.asarray(leaf), valid), leaf)
             for name, leaf in batch.items()

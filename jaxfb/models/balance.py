@@ -2,14 +2,15 @@
 
 All of it is made of sums over tokens of the whole update, so nothing about its split is in it:
 
-  balance        a loss of each sequence by itself (DeepSeek-V3, arXiv:2412.19437, eq. 17-20).
+  balance        a loss of each sequence by itself (DeepSeek-V3, arXiv:2412.19437, eq. 17-20); where several are packed
+                 in a row, of each of them.
   batch_balance  a loss of the whole update (Switch, arXiv:2101.03961, eq. 4, with every choice counted): a token
                  pays, for each expert, its probability times that expert's load. The load is counted over the
                  update in a separate forward pass; it carries no gradient, as everywhere.
   router_z       the router's squared log normalizer (ST-MoE, arXiv:2202.08906).
   bias           no loss: after each update the bias of an expert that had too few tokens goes up (arXiv:2408.15664).
 
-Shapes: R = rows, T = tokens of a row, E = num_experts, K = experts_per_token, L = num_layers.
+Shapes: R = rows, T = tokens of a row, S = sequences of a row, E = num_experts, K = experts_per_token, L = num_layers.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxfb.losses.sequences import Sequences, ranks
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.pattern import stack_of
 from jaxfb.parallel.context import size_here
@@ -64,18 +66,19 @@ def router_losses(
     counted_RT: jax.Array | None,
     config: TransformerConfig,
     load_E: jax.Array | None = None,
+    segments_RT: jax.Array | None = None,
 ) -> dict[str, Sum]:
     """Returns the terms of one layer; those with a coefficient of 0 are left out. Added over layers they are means
     over them.
 
-    "balance":       weight = rows that have tokens; a row's loss is 1 where its tokens are spread evenly.
+    "balance":       weight = sequences that have tokens; the loss of one is 1 where its tokens are spread evenly.
     "batch_balance": weight = tokens; 1 where those of the update are spread evenly. 0 while `load_E` is not known.
     "router_z":      weight = tokens; the square of each token's log normalizer.
     """
     tokens, terms = _counted_tokens(routing, counted_RT).astype(routing.logits.dtype), {}
     if config.balance_coefficient:
-        total = config.balance_coefficient * balance_sum(routing.probs, routing.experts, counted_RT)
-        terms[BALANCE] = Sum(total, _counted_rows(routing, counted_RT).astype(total.dtype))
+        balance = balance_of_sequences(routing.probs, routing.experts, counted_RT, segments_RT)
+        terms[BALANCE] = Sum(config.balance_coefficient * balance.total, balance.weight)
     if config.batch_balance_coefficient:
         load_E = jnp.zeros(config.num_experts) if load_E is None else lax.stop_gradient(load_E)
         total = (where_counted(counted_RT, routing.probs) * load_E.astype(tokens.dtype)).sum()
@@ -87,20 +90,31 @@ def router_losses(
     return terms
 
 
-def balance_sum(probs_RTE: jax.Array, experts_RTK: jax.Array, counted_RT: jax.Array | None) -> jax.Array:
-    """Computes the sum over rows of E / (K T) sum_e (choices of e) (mean probability of e): DeepSeek-V3's
-    sequence-wise loss.
+def balance_of_sequences(
+    probs_RTE: jax.Array,
+    experts_RTK: jax.Array,
+    counted_RT: jax.Array | None,
+    segments_RT: jax.Array | None = None,
+) -> Sum:
+    """Computes the sum over sequences of E / (K T) sum_e (choices of e) (mean probability of e), T their tokens, and
+    how many they are: DeepSeek-V3's sequence-wise loss.
 
-    It is made row by row because only a loss that is a sum over rows does not depend on which rows share a
-    microbatch. Where sequences are cut over `context`, choices and tokens are those of the whole row and
-    probabilities those of this device, so the sum over context is the whole.
+    It is made sequence by sequence because only a loss that is a sum over them does not depend on which of them share
+    a row or a microbatch. Where sequences are cut over `context`, choices and tokens are those of the whole sequence
+    and probabilities those of this device, so the sum over context is the whole; their number is the first device's.
+
+    Args:
+      segments_RT: i32[R, T], which sequence of its row a token is of; None: a row is one.
     """
     num_experts, per_token = probs_RTE.shape[-1], experts_RTK.shape[-1]
-    choices_RE = _over_context(_choices(experts_RTK, counted_RT, num_experts))
-    tokens_R = jnp.maximum(choices_RE.sum(1) // per_token, 1).astype(probs_RTE.dtype)
-    probs_RE = where_counted(counted_RT, probs_RTE).sum(1)
-    row_losses = (choices_RE * probs_RE).sum(1) * num_experts / (per_token * tokens_R**2)
-    return row_losses.sum()
+    choices_RSE, place_RT = _choices_of_sequences(experts_RTK, counted_RT, segments_RT, num_experts)
+    choices_RS1 = choices_RSE.sum(-1, keepdims=True)
+    tokens_RS1 = jnp.maximum(choices_RS1 // per_token, 1).astype(probs_RTE.dtype)
+    factor_RSE = choices_RSE * num_experts / (per_token * tokens_RS1**2)
+    if place_RT is not None:
+        factor_RSE = jnp.take_along_axis(factor_RSE, place_RT[..., None], axis=1)
+    total = (where_counted(counted_RT, probs_RTE) * factor_RSE).sum()
+    return Sum(total, _number_of_sequences(counted_RT, segments_RT, probs_RTE))
 
 
 def router_metrics(
@@ -113,7 +127,7 @@ def router_metrics(
     "dropped_choices": with a capacity, the share of choices that no expert took.
     """
     *_, num_experts = routing.probs.shape
-    choices_E = _choices(routing.experts, counted_RT, num_experts).sum(0)
+    choices_E = _chosen(routing.experts, counted_RT, num_experts).sum((0, 1))
     made = choices_E.sum().astype(routing.probs.dtype)
     entropies = where_counted(counted_RT, jax.scipy.special.entr(routing.probs).sum(-1))
     metrics = {
@@ -189,19 +203,36 @@ def _too_few(choices: jax.Array) -> jax.Array:
     return jnp.where(choices == whole, jnp.sign(rest), jnp.sign(whole - choices))
 
 
-def _choices(experts_RTK: jax.Array, counted_RT: jax.Array | None, num_experts: int) -> jax.Array:
-    """Returns i32[R, E], how often each row's tokens on this device chose each expert."""
+def _chosen(experts_RTK: jax.Array, counted_RT: jax.Array | None, num_experts: int) -> jax.Array:
+    """Returns i32[R, T, E], 1 where a token of this device chose an expert."""
     made = experts_RTK[..., None] == jnp.arange(num_experts)
     made = made if counted_RT is None else made & counted_RT[..., None, None]
-    return made.sum((1, 2), dtype=jnp.int32)
+    return made.sum(2, dtype=jnp.int32)
 
 
-def _counted_rows(routing: Routing, counted_RT) -> jax.Array:
-    """Counts rows that have tokens, once each: the first device of `context` counts those that it has a part of."""
-    if counted_RT is None:
-        return jnp.asarray(routing.logits.shape[0])
-    rows = (_over_context(counted_RT.sum(1)) > 0).sum()
-    return rows if size_here() == 1 else jnp.where(lax.axis_index("context") == 0, rows, 0)
+def _choices_of_sequences(
+    experts_RTK: jax.Array, counted_RT: jax.Array | None, segments_RT: jax.Array | None, num_experts: int
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns (i32[R, S, E], how often each whole sequence chose each expert; i32[R, T], which of the S a token is of).
+
+    Without segments S is 1, and the second is None; else place 0 is for tokens that do not count.
+    """
+    chosen_RTE = _chosen(experts_RTK, counted_RT, num_experts)
+    if segments_RT is None:
+        return _over_context(chosen_RTE.sum(1, keepdims=True)), None
+    rows, length = segments_RT.shape
+    place_RT = ranks(segments_RT if counted_RT is None else jnp.where(counted_RT, segments_RT, 0))
+    # a row of n tokens has at most n sequences
+    none = jnp.zeros((rows, length * size_here() + 1, num_experts), jnp.int32)
+    return _over_context(none.at[jnp.arange(rows)[:, None], place_RT].add(chosen_RTE)), place_RT
+
+
+def _number_of_sequences(counted_RT, segments_RT, like_RTE: jax.Array) -> jax.Array:
+    """Counts sequences that have tokens, once over `context`. By the data alone, as a weight must be."""
+    if counted_RT is None and segments_RT is None:
+        return jnp.asarray(like_RTE.shape[0], like_RTE.dtype)
+    counted_RT = jnp.ones(like_RTE.shape[:2], bool) if counted_RT is None else counted_RT
+    return Sequences(counted_RT.astype(like_RTE.dtype), segments_RT).number()
 
 
 def _counted_tokens(routing: Routing, counted_RT) -> jax.Array:

@@ -72,12 +72,13 @@ class Block(nnx.Module):
         keys: jax.Array | None = None,
         counted_RT: jax.Array | None = None,
         load_E: jax.Array | None = None,
+        segments_RT: jax.Array | None = None,
     ) -> tuple[jax.Array, Any, LossOutput]:
         """Returns (hidden, what `attend` kept, the router's terms of the loss and metrics, of tokens where
         `counted_RT`).
         """
         x_RTD, kept = self.attended(x_RTD, positions_RT, attend, keys)
-        x_RTD, out, _ = self.transformed(x_RTD, keys, counted_RT, load_E)
+        x_RTD, out, _ = self.transformed(x_RTD, keys, counted_RT, load_E, segments_RT=segments_RT)
         return x_RTD, kept, out
 
     def attended(
@@ -97,16 +98,18 @@ class Block(nnx.Module):
         counted_RT: jax.Array | None = None,
         load_E: jax.Array | None = None,
         beside: Any = (),
+        segments_RT: jax.Array | None = None,
     ) -> tuple[jax.Array, LossOutput, Any]:
         """Returns (hidden after MLP or experts, the router's terms and metrics, `beside`): the second half of a layer.
 
         beside: arrays to be computed while the first rows are sent to the experts.
+        segments_RT: which sequence of its row a token is of, each balanced by itself.
         """
         out = LossOutput({})
         with jax.named_scope("mlp"):
             read = whole(x_RTD if self.norms == "post" else self.mlp_norm(x_RTD))
             if self.has_experts:
-                output, out, beside = self.moe(read, counted_RT, load_E, beside)
+                output, out, beside = self.moe(read, counted_RT, load_E, beside, segments_RT)
             else:
                 output = self.mlp(read)
             added = output if self.norms == "pre" else self.mlp_out_norm(output)

@@ -75,7 +75,8 @@ class TransformerConfig:
     router_scores:        "softmax" over all experts, or "sigmoid" of each.
     router_renormalize:   the chosen experts' scores are divided by their sum.
     router_scale:         factor that the chosen experts' scores are multiplied by.
-    balance_coefficient:  coefficient of the balance loss of each sequence; the mean over layers of its mean over rows.
+    balance_coefficient:  coefficient of the balance loss of each sequence (a document of a packed row, else a row); the
+                          mean over layers of its mean over sequences.
     batch_balance_coefficient: coefficient of the balance loss of the whole update: all its microbatches and
                           replicas together, counted in a forward pass before the backward (`jaxfb.models.balance`).
     batch_balance_layers: "each": a loss for each layer, and their mean; "together": one loss of all layers' counts,

@@ -160,6 +160,7 @@ class MoE(nnx.Module):
         counted_RT: jax.Array | None = None,
         load_E: jax.Array | None = None,
         beside: Any = (),
+        segments_RT: jax.Array | None = None,
     ) -> tuple[jax.Array, LossOutput, Any]:
         """Returns (output, the router's terms of the loss and metrics, `beside`).
 
@@ -168,6 +169,7 @@ class MoE(nnx.Module):
           counted_RT: bool[R, T], False for padding, which goes to no expert and counts in no loss; None: all count.
           load_E: float[E], of each expert over the whole update, 1 where even; for the batch's balance loss.
           beside: arrays of the caller, to be computed while the first rows are sent.
+          segments_RT: i32[R, T], which sequence of its row a token is of; None: a row is one.
         """
         x_RTD = where_counted(counted_RT, x_RTD)
         routing = self.router(x_RTD)
@@ -175,7 +177,7 @@ class MoE(nnx.Module):
         out_RTD, (shared, beside) = self._routed(x_RTD, routing, counted_RT, (shared, beside))
         if shared is not None:
             out_RTD += self.shared.outer(shared)
-        terms = router_losses(routing, counted_RT, self.config, load_E)
+        terms = router_losses(routing, counted_RT, self.config, load_E, segments_RT)
         capacity = _capacity(self.config, math.prod(x_RTD.shape[:2]))
         return out_RTD, LossOutput(terms, router_metrics(routing, counted_RT, capacity)), beside
 

@@ -13,8 +13,9 @@ weight of i + d in the loss; so the last d places of every document do not count
 DeepSeek-V3's published weights differ (`mtp_as_published`): h_0 is the output of the model's last norm and h_d that of
 norm_d, and the token's half comes first in project_d.
 
-The layers of a model with experts have experts, balanced by their own sequence-wise loss ("mtp_1_balance"); the
-batch-wise one and the router's bias belong to the model's own layers.
+The layers of a model with experts have experts, balanced by their own sequence-wise loss ("mtp_1_balance") of the
+places where i + d is in the same document: behind these a depth reads tokens of the next one. The batch-wise loss and
+the router's bias belong to the model's own layers.
 
 In a pipeline whose stages share out the vocabulary, they share out the rows of the layers too (`parallel.rows`).
 
@@ -25,7 +26,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -60,12 +60,14 @@ class Depth(nnx.Module):
         self.norm = RMSNorm(width, config)
         self.sequence_parallel, self.as_published = config.sequence_parallel, config.mtp_as_published
 
-    def __call__(self, x_RTD, embedded_RTD, positions_RT, attend: Attend, keys, counted_RT):
+    def __call__(self, x_RTD, embedded_RTD, read: Read, attend: Attend):
         """Returns (hidden of this depth, the layer's own terms)."""
         halves = [self.hidden_norm(x_RTD), self.token_norm(embedded_RTD)]
         both = jnp.concatenate(halves[::-1] if self.as_published else halves, axis=-1)
         joined = residual_stream(self.project(both), self.sequence_parallel)
-        x_RTD, _, router = self.block.with_router(joined, positions_RT, attend, keys, counted_RT)
+        x_RTD, _, router = self.block.with_router(
+            joined, read.positions, attend, read.keys, read.counted, segments_RT=read.segments
+        )
         return x_RTD, router.terms
 
 
@@ -93,9 +95,11 @@ class MultiToken:
         for depth in range(1, self.config.mtp_depth + 1):
             module = self._depth_of(depths[str(depth)])
             embedded = split.embed(outer, later(microbatch["tokens"], depth))
-            keys = read.of_layer(self.config.num_layers + depth - 1).keys
-            attend = attend_to(self._layer, read.segments)
-            x, terms = module(x, embedded, read.positions, attend, keys, read.counted)
+            given = read.of_layer(self.config.num_layers + depth - 1)
+            if read.counted is not None:
+                reaches = split.own(is_in_document(microbatch, depth))
+                given = given._replace(counted=read.counted & reaches)
+            x, terms = module(x, embedded, given, attend_to(self._layer, read.segments))
             normed = module.norm(x)
             result = self._loss(
                 split.give(residual_stream(normed, False)),
@@ -130,10 +134,18 @@ def shifted(microbatch: Mapping, depth: int) -> dict[str, jax.Array]:
     """Returns `targets` and `loss_mask` of the place `depth` further on; the mask is 0 where that is another
     document.
     """
-    mask = later(microbatch["loss_mask"], depth)
-    if (segments := microbatch.get("segments")) is not None:
-        mask = jnp.where((segments == later(segments, depth)) & (segments != 0), mask, 0)
+    mask = jnp.where(is_in_document(microbatch, depth), later(microbatch["loss_mask"], depth), 0)
     return {"targets": later(microbatch["targets"], depth), "loss_mask": mask}
+
+
+def is_in_document(microbatch: Mapping, depth: int) -> jax.Array:
+    """Returns bool[R, T], whether the place `depth` further on is in the same document, or without segments in the
+    row.
+    """
+    segments = microbatch.get("segments")
+    if segments is None:
+        return later(jnp.ones_like(microbatch["targets"]), depth) != 0
+    return (segments == later(segments, depth)) & (segments != 0)
 
 
 class _Whole:
@@ -145,7 +157,7 @@ class _Whole:
     def take(self, x):
         return x
 
-    give = total = take
+    give = total = own = take
 
     def embed(self, outer: Outer, tokens):
         return outer.embed(tokens)
@@ -158,8 +170,11 @@ class _Split:
     axis: str
     num_rows: int
 
+    def own(self, x):
+        return shared_rows.own(x, self.axis)
+
     def read(self, read: Read) -> Read:
-        own = jax.tree.map(partial(shared_rows.own, axis=self.axis), read)
+        own = jax.tree.map(self.own, read)
         if own.counted is None:
             return own
         return own._replace(counted=own.counted & shared_rows.is_real(self.num_rows, self.axis)[:, None])

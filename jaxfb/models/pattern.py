@@ -108,6 +108,12 @@ class Stack(NamedTuple):
         yield from ((config, 1) for config in self.leading)
         yield from ((config, self.num_periods) for config in self.period)
 
+    @property
+    def turns_by_length(self) -> bool:
+        """Returns whether the rotary positions of any layer depend on how long a document is."""
+        scalings = [one.rope_scaling for one in (*self.leading, *self.period)]
+        return any(scaling is not None and scaling.kind == "longrope" for scaling in scalings)
+
     def split(self, tree: Any) -> list[Any]:
         """Returns what each layer of a period has of `params["layers"]`, or of what a period is given of it."""
         return [tree] if len(self.period) == 1 else [tree[layer_name(i)] for i in range(len(self.period))]

@@ -25,10 +25,9 @@ def runs_on_pieces(stack: Stack) -> bool:
     """
 
     def can(config: TransformerConfig) -> bool:
-        by_length = config.rope_scaling is not None and config.rope_scaling.kind == "longrope"
-        return not (draws(config) or by_length or config.num_experts or config.mtp_depth)
+        return not (draws(config) or config.num_experts or config.mtp_depth)
 
-    return not stack.leading and all(map(can, stack.period))
+    return not (stack.leading or stack.turns_by_length) and all(map(can, stack.period))
 
 
 def layer_piece_of(stack: Stack) -> Callable[..., tuple[jax.Array, PyTree]]:

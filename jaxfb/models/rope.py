@@ -128,6 +128,19 @@ def document_lengths(positions_RT: jax.Array) -> jax.Array:
     return own_part(jnp.take_along_axis(whole, end, axis=1) + 1, 1)
 
 
+def positions_in_documents(segments_RT: jax.Array) -> jax.Array:
+    """Returns the place of each token in its document, i32[R, T]; padding within a document counts, other is 0."""
+    whole = whole_rows(segments_RT)
+    places = jnp.broadcast_to(jnp.arange(whole.shape[1]), whole.shape)
+    last = jax.lax.cummax(jnp.where(whole > 0, places, 0), axis=1)
+    following = jax.lax.cummin(jnp.where(whole > 0, places, whole.shape[1] - 1), axis=1, reverse=True)
+    before, behind = (jnp.take_along_axis(whole, at, axis=1) for at in (last, following))
+    document = jnp.where(before == behind, before, 0)
+    is_start = jnp.append(jnp.ones_like(document[:, :1], bool), document[:, 1:] != document[:, :-1], axis=1)
+    start = jax.lax.cummax(jnp.where(is_start, places, 0), axis=1)
+    return own_part(jnp.where(document > 0, places - start, 0), 1)
+
+
 @custom_vjp()
 def _turned(x_RTHK: jax.Array, cos_RT1K: jax.Array, sin_RT1K: jax.Array) -> jax.Array:
     """Computes x * cos + (x with its halves swapped) * sin in the dtype of cos, without float32 arrays in HBM."""

@@ -37,8 +37,9 @@ from jaxfb.models.balance import LOAD, counted_leaves, counted_tokens
 from jaxfb.models.block import Block, Read, init_module, rebuilder, whole
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.layers import Outer
-from jaxfb.models.pattern import LEADING, layer_name, named, stack_of
+from jaxfb.models.pattern import LEADING, Stack, layer_name, named, stack_of
 from jaxfb.models.pieces import layer_piece_of, runs_on_pieces
+from jaxfb.models.rope import positions_in_documents
 from jaxfb.parallel import rows as shared_rows
 from jaxfb.parallel.context import token_index
 from jaxfb.parallel.table import Table
@@ -54,7 +55,8 @@ def transformer(config: TransformerConfig, *, loss: HeadLoss | None = None) -> P
     """Builds the transformer of `config` as three pure functions over the dict that `init_params` makes.
 
     A microbatch holds `tokens` i32[R, T] and optionally `segments` i32[R, T] (attention stays inside one) and
-    `positions` i32[R, T] (0..T-1 if absent), beside what the loss reads. A token outside [0, vocab_size) has an
+    `positions` i32[R, T] (if absent 0..T-1, or from 0 in each segment where rotary positions depend on a document's
+    length), beside what the loss reads. A token outside [0, vocab_size) has an
     embedding of zeros and no gradient, on every mesh. Computes in the params' dtype.
 
     Args:
@@ -97,21 +99,23 @@ class _Layers:
         block_of = rebuilder(Block, config)
 
         def first(params, hidden, microbatch, rng=None):
-            read = _read(microbatch, rng, self._with_experts)
+            read = _read(microbatch, rng, self.stack)
             attend = attend_to(config, read.segments)
             return block_of(params, read.keys).attended(hidden, read.positions, attend, read.keys)[0]
 
         def second(params, hidden, microbatch, rng=None, beside=()):
-            read = _read(microbatch, rng, self._with_experts)
+            read = _read(microbatch, rng, self.stack)
             block, load = block_of(params, read.keys), params.get(LOAD)
-            after, out, beside = block.transformed(hidden, read.keys, read.counted, load, beside)
+            after, out, beside = block.transformed(
+                hidden, read.keys, read.counted, load, beside, read.segments
+            )
             return ((after, out) if self._with_experts else after), beside
 
         return Halves(first, second, ("mlp", "moe"))
 
     def run(self, layer_params, hidden, microbatch, rng=None):
         """Returns hidden, with experts (hidden, the terms and metrics of their routers)."""
-        given, outs = _read(microbatch, rng, self._with_experts), []
+        given, outs = _read(microbatch, rng, self.stack), []
         several = len(self._period) > 1
         for place, (run, own) in enumerate(zip(self._period, self.stack.split(layer_params), strict=True)):
             hidden, out = run(own, hidden, given.of_layer(place) if several else given)
@@ -160,7 +164,7 @@ class _EmbedAndHead:
         return Unembedding(normed, module.head_kernel, config.logit_softcap, config.loss_chunk, table)
 
     def _read(self, microbatch, rng):
-        return _read(microbatch, rng, bool(self._config.num_experts))
+        return _read(microbatch, rng, stack_of(self._config))
 
 
 def _own_loss(config: TransformerConfig) -> HeadLoss:
@@ -203,9 +207,9 @@ def init_params(config: TransformerConfig, key: jax.Array, dtype: Any = jnp.floa
     return jax.tree.map(lambda x: x.astype(dtype), params)
 
 
-def _read(microbatch: Mapping, rng: jax.Array | None, with_experts: bool) -> Read:
-    counted = counted_tokens(microbatch) if with_experts else None
-    return Read(_positions(microbatch), microbatch.get("segments"), counted, rng)
+def _read(microbatch: Mapping, rng: jax.Array | None, stack: Stack) -> Read:
+    counted = counted_tokens(microbatch) if any(one.num_experts for one in stack.period) else None
+    return Read(_positions(microbatch, stack.turns_by_length), microbatch.get("segments"), counted, rng)
 
 
 def _layer_of(config: TransformerConfig) -> Callable[[dict, jax.Array, Read], tuple[jax.Array, LossOutput]]:
@@ -215,7 +219,8 @@ def _layer_of(config: TransformerConfig) -> Callable[[dict, jax.Array, Read], tu
     def run(params, hidden, read):
         attend, load = attend_to(config, read.segments), params.get(LOAD)
         block = block_of(params, read.keys)
-        after, _, out = block.with_router(hidden, read.positions, attend, read.keys, read.counted, load)
+        given = read.positions, attend, read.keys, read.counted, load, read.segments
+        after, _, out = block.with_router(hidden, *given)
         return after, out
 
     return run
@@ -251,6 +256,10 @@ def _shares_rows(outer: dict) -> dict:
     }
 
 
-def _positions(microbatch: Mapping) -> jax.Array:
+def _positions(microbatch: Mapping, turns_by_length: bool) -> jax.Array:
     tokens = microbatch["tokens"]
-    return microbatch.get("positions", jnp.broadcast_to(token_index(tokens.shape[1]), tokens.shape))
+    if "positions" in microbatch:
+        return microbatch["positions"]
+    if turns_by_length and "segments" in microbatch:
+        return positions_in_documents(microbatch["segments"])
+    return jnp.broadcast_to(token_index(tokens.shape[1]), tokens.shape)

@@ -87,6 +87,17 @@ def test_padding_within_rows_and_positions_of_the_batch_stay_when_rows_are_packe
     close((got.loss, got.grads, got.outputs), (value, grads, out.outputs))
 
 
+def test_positions_of_packed_rows_begin_at_their_first_token():
+    """Behind padding on the left too: from positions some models read how long a row is."""
+    segments = np.array([[0, 0, 1, 1], [1, 1, 0, 0], [0, 1, 0, 1]])
+    plan = jaxfb.BatchPlan(
+        rows=3, max_tokens_per_microbatch=12, sequence_length=4, packing=True, widths=(12,)
+    )
+    batch = Packed({"tokens": segments, "segments": segments}, plan).batch
+    (row,) = (line for line in range(len(batch["segments"])) if batch["segments"][line].any())
+    np.testing.assert_array_equal(batch["positions"][row, :10], [0, 0, 0, 1, 0, 1, 0, 0, 1, 2])
+
+
 @pytest.mark.slow
 def test_an_update_under_a_budget_is_the_update(params, batch):
     mesh, optimizer = jaxfb.make_mesh(devices=jax.devices()[:1]), optax.sgd(0.1)

@@ -12,7 +12,14 @@ from whole import apply
 
 import jaxfb
 from jaxfb.models.attention import packed_attention
-from jaxfb.models.balance import Routing, counted_leaves, router_losses, router_metrics, where_counted
+from jaxfb.models.balance import (
+    Routing,
+    balance_of_sequences,
+    counted_leaves,
+    router_losses,
+    router_metrics,
+    where_counted,
+)
 from jaxfb.models.block import Block, rebuilder
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.layers import dropout
@@ -206,6 +213,21 @@ def test_losses_of_routers_are_their_formulas():
     for name in wanted:
         np.testing.assert_allclose(terms[name], wanted[name], rtol=1e-12, err_msg=name)
     assert unknown == 0
+
+
+def test_a_sequence_is_balanced_by_itself_wherever_it_stands():
+    """Numbered in any way, with padding between, beside another or alone in its row; one of a token that counts not."""
+    draw = np.random.default_rng(1)
+    probs, experts = draw.dirichlet(np.ones(4), (2, 6)), draw.integers(0, 4, (2, 6, 2))
+    segments = np.array([[7, 7, 0, 3, 3, 3], [2, 5, 5, 0, 0, 0]])
+    counted = (segments != 0) & (segments != 2)
+    together = jax.jit(balance_of_sequences)(probs, experts, counted, segments)
+    alone = [
+        balance_of_sequences(probs[row, at][None], experts[row, at][None], None)
+        for row, at in ((0, slice(0, 2)), (0, slice(3, 6)), (1, slice(1, 3)))
+    ]
+    np.testing.assert_allclose(together.total, sum(one.total for one in alone), rtol=1e-12)
+    assert together.weight == sum(one.weight for one in alone) == 3
 
 
 def test_what_a_capacity_drops_is_counted():

@@ -22,7 +22,7 @@ from test_golden import _microbatch, _same_gradients, _same_logits  # noqa: E402
 import jaxfb
 from jaxfb import hlo
 from jaxfb.models.attention import packed_attention
-from jaxfb.models.balance import balance_sum
+from jaxfb.models.balance import balance_of_sequences
 from jaxfb.models.block import Block, rebuilder
 from jaxfb.models.config import TransformerConfig, num_params
 from jaxfb.models.moe import Experts, MoE, Router
@@ -455,9 +455,10 @@ def test_rows_and_tokens_are_counted_once_where_sequences_are_cut(padded):
 def test_an_even_row_has_a_balance_loss_of_one():
     probs = jnp.full((1, 4, 4), 0.25)
     even = jnp.array([[[0, 1], [2, 3], [1, 0], [3, 2]]])
-    np.testing.assert_allclose(balance_sum(probs, even, None), 1.0, rtol=1e-12)
+    np.testing.assert_allclose(balance_of_sequences(probs, even, None).value, 1.0, rtol=1e-12)
     one_sided = jnp.zeros((1, 4, 4)).at[..., 0].set(1.0)
-    np.testing.assert_allclose(balance_sum(one_sided, even[:, :, :1] * 0, None), 4.0, rtol=1e-12)
+    one = balance_of_sequences(one_sided, even[:, :, :1] * 0, None)
+    np.testing.assert_allclose(one.value, 4.0, rtol=1e-12)
 
 
 @pytest.mark.parametrize(

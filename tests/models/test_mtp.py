@@ -75,7 +75,8 @@ def _document(config, params, tokens, targets, places):
     table, losses = params["embed"]["embedding"], []
     for depth in range(1, min(DEPTH, len(tokens) - 1) + 1):
         module, length = depth_of(params["mtp"][str(depth)]), len(tokens) - depth
-        x, _ = module(x[:, :length], table[tokens[depth:]][None], places[None, :length], _attend, None, None)
+        read = Read(places[None, :length], None, None, None)
+        x, _ = module(x[:, :length], table[tokens[depth:]][None], read, _attend)
         logits = config.logit_softcap * jnp.tanh(module.norm(x)[0] @ table.T / config.logit_softcap)
         losses.append(-jax.nn.log_softmax(logits)[jnp.arange(length), targets[depth:]])
     return losses
@@ -103,8 +104,8 @@ def test_each_depth_reads_a_token_further_and_predicts_the_next(as_published, mo
     """By layers that add what they read, so that every depth has what is behind it in its hidden states."""
     heads = MultiToken(replace(DENSE, mtp_as_published=as_published))
 
-    def add(x, embedded, positions, attend, keys, counted):
-        return x + embedded, {"balance": jaxfb.Sum(jax.random.uniform(keys[1]), 2.0)}
+    def add(x, embedded, read, attend):
+        return x + embedded, {"balance": jaxfb.Sum(jax.random.uniform(read.keys[1]), read.counted.sum())}
 
     add.norm = lambda x: 2 * x
     monkeypatch.setattr(heads, "_depth_of", lambda _: add)
@@ -115,7 +116,7 @@ def test_each_depth_reads_a_token_further_and_predicts_the_next(as_published, mo
     @jax.jit
     def terms(table, hidden):
         outer = SimpleNamespace(embed=lambda tokens: table[tokens], head_kernel=table.T, norm=add.norm)
-        read = Read(None, batch["segments"], None, keys)
+        read = Read(None, batch["segments"], batch["segments"] != 0, keys)
         return heads.terms(outer, {"1": None, "2": None}, hidden, batch, read, None)
 
     out, x = terms(table, hidden), 2 * hidden if as_published else hidden
@@ -130,7 +131,8 @@ def test_each_depth_reads_a_token_further_and_predicts_the_next(as_published, mo
         np.testing.assert_allclose(term.total, WEIGHT / DEPTH * (nll * mask).sum(), rtol=1e-12)
         np.testing.assert_allclose(term.weight, mask.sum(), rtol=1e-12)
         assert balance.total == jax.random.uniform(jax.random.fold_in(keys[1], 1 + depth))
-        assert balance.weight == 2.0 and f"mtp_{depth}_accuracy" in out.metrics
+        assert balance.weight == {1: 10 + 14, 2: 8 + 12}[depth]  # no token of another document is read there
+        assert f"mtp_{depth}_accuracy" in out.metrics
 
 
 @pytest.mark.slow

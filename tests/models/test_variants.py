@@ -15,7 +15,7 @@ from jaxfb.models import rope
 from jaxfb.models.config import TransformerConfig, num_params
 from jaxfb.models.generate import generate, stream
 from jaxfb.models.latent import Latent
-from jaxfb.models.rope import document_lengths
+from jaxfb.models.rope import document_lengths, positions_in_documents
 from jaxfb.models.rope_scaling import RopeScaling
 from jaxfb.models.transformer import init_params, transformer
 from jaxfb.models.variant import Variant
@@ -211,6 +211,21 @@ def test_short_and_long_documents_of_a_row_are_turned_as_alone():
         scaled = replace(config, rope_scaling=config.rope_scaling.of_length(part.shape[1]))
         wanted = whole_logits(scaled, params, {"tokens": part})
         np.testing.assert_allclose(of_part, wanted, rtol=0, atol=1e-12)
+
+
+def test_a_document_without_positions_is_as_long_as_its_segment():
+    """And no longer: its row has padding or other documents. Padding within a document counts as in a row."""
+    segments = [[0, 0, 3, 3, 3, 9, 9, 0], [1, 1, 0, 0, 1, 2, 0, 0], [0] * 8, [5, 6, 7, 7, 7, 7, 0, 7]]
+    found = positions_in_documents(jnp.array(segments))
+    wanted = [[0, 0, 0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 0, 0, 0], [0] * 8, [0, 0, 0, 1, 2, 3, 4, 5]]
+    np.testing.assert_array_equal(found, wanted)
+
+    config, tokens = VARIANTS["longrope"], batch(rows=2, length=8)["tokens"][:1]
+    params, segments = drawn(config), np.array([[1, 1, 1, 2, 2, 0, 0, 0]])
+    packed = whole_logits(config, params, {"tokens": tokens, "segments": segments})
+    for part in (slice(3), slice(3, 5)):
+        alone = whole_logits(config, params, {"tokens": tokens[:, part]})
+        np.testing.assert_allclose(packed[:, part], alone, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
