@@ -739,10 +739,10 @@ MUTATIONS = (
         "models/test_moe.py::test_a_router_equals_a_loop_over_its_tokens",
     ),
     Mutation(
-        "a_rows_balance_grows_with_its_tokens",
+        "a_sequences_load_grows_with_its_tokens",
         "models/balance.py",
-        "(per_token * tokens_RS1**2)",
-        "(per_token * tokens_RS1)",
+        "num_experts / jnp.maximum(choices_RTE.sum(-1, keepdims=True), 1)",
+        "num_experts / jnp.maximum(choices_RTE.sum(-1, keepdims=True) * 0, 1)",
         "models/test_balance.py::test_losses_of_routers_are_their_formulas",
     ),
     Mutation(

@@ -10,7 +10,7 @@ All of it is made of sums over tokens of the whole update, so nothing about its 
   router_z       the router's squared log normalizer (ST-MoE, arXiv:2202.08906).
   bias           no loss: after each update the bias of an expert that had too few tokens goes up (arXiv:2408.15664).
 
-Shapes: R = rows, T = tokens of a row, S = sequences of a row, E = num_experts, K = experts_per_token, L = num_layers.
+Shapes: R = rows, T = tokens of a row, E = num_experts, K = experts_per_token, L = num_layers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfb.losses.sequences import Sequences, ranks
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.pattern import stack_of
 from jaxfb.parallel.context import size_here
@@ -32,6 +31,8 @@ from jaxfb.types import Counted, PyTree, Sum
 
 BALANCE, BATCH_BALANCE, ROUTER_Z = "balance", "batch_balance", "router_z"
 LOAD, ENTROPY, DROPPED = "expert_load", "router_entropy", "dropped_choices"
+_TOKENS_AT_ONCE = 4096
+"""Of a row whose sequences are compared with all its tokens: bounds the memory where the comparison is not fused."""
 
 
 class Routing(NamedTuple):
@@ -71,11 +72,11 @@ def router_losses(
     """Returns the terms of one layer; those with a coefficient of 0 are left out. Added over layers they are means
     over them.
 
-    "balance":       weight = sequences that have tokens; the loss of one is 1 where its tokens are spread evenly.
+    "balance":       weight = tokens; 1 where the tokens of each sequence are spread evenly.
     "batch_balance": weight = tokens; 1 where those of the update are spread evenly. 0 while `load_E` is not known.
     "router_z":      weight = tokens; the square of each token's log normalizer.
     """
-    tokens, terms = _counted_tokens(routing, counted_RT).astype(routing.logits.dtype), {}
+    tokens, terms = _counted_tokens(routing.logits, counted_RT).astype(routing.logits.dtype), {}
     if config.balance_coefficient:
         balance = balance_of_sequences(routing.probs, routing.experts, counted_RT, segments_RT)
         terms[BALANCE] = Sum(config.balance_coefficient * balance.total, balance.weight)
@@ -96,25 +97,21 @@ def balance_of_sequences(
     counted_RT: jax.Array | None,
     segments_RT: jax.Array | None = None,
 ) -> Sum:
-    """Computes the sum over sequences of E / (K T) sum_e (choices of e) (mean probability of e), T their tokens, and
-    how many they are: DeepSeek-V3's sequence-wise loss.
+    """Computes the sum over sequences of their tokens times sum_e f_e p_e, weight = tokens: DeepSeek-V3's loss.
 
-    It is made sequence by sequence because only a loss that is a sum over them does not depend on which of them share
-    a row or a microbatch. Where sequences are cut over `context`, choices and tokens are those of the whole sequence
-    and probabilities those of this device, so the sum over context is the whole; their number is the first device's.
+    f_e is an expert's share of the choices of a sequence, over an even share; p_e its mean probability there. So a
+    token pays, for each expert, its probability times f_e, and neither which sequences share a row or a microbatch nor
+    a cut over `context` is in the sum.
 
     Args:
       segments_RT: i32[R, T], which sequence of its row a token is of; None: a row is one.
     """
-    num_experts, per_token = probs_RTE.shape[-1], experts_RTK.shape[-1]
-    choices_RSE, place_RT = _choices_of_sequences(experts_RTK, counted_RT, segments_RT, num_experts)
-    choices_RS1 = choices_RSE.sum(-1, keepdims=True)
-    tokens_RS1 = jnp.maximum(choices_RS1 // per_token, 1).astype(probs_RTE.dtype)
-    factor_RSE = choices_RSE * num_experts / (per_token * tokens_RS1**2)
-    if place_RT is not None:
-        factor_RSE = jnp.take_along_axis(factor_RSE, place_RT[..., None], axis=1)
-    total = (where_counted(counted_RT, probs_RTE) * factor_RSE).sum()
-    return Sum(total, _number_of_sequences(counted_RT, segments_RT, probs_RTE))
+    num_experts = probs_RTE.shape[-1]
+    choices_RTE = _choices_in_sequence(experts_RTK, counted_RT, segments_RT, num_experts)
+    choices_RTE = choices_RTE.astype(probs_RTE.dtype)
+    load_RTE = choices_RTE * num_experts / jnp.maximum(choices_RTE.sum(-1, keepdims=True), 1)
+    total = (where_counted(counted_RT, probs_RTE) * load_RTE).sum()
+    return Sum(total, _counted_tokens(probs_RTE, counted_RT).astype(total.dtype))
 
 
 def router_metrics(
@@ -132,7 +129,7 @@ def router_metrics(
     entropies = where_counted(counted_RT, jax.scipy.special.entr(routing.probs).sum(-1))
     metrics = {
         LOAD: Sum(choices_E, jnp.broadcast_to(made / num_experts, choices_E.shape)),
-        ENTROPY: Sum(entropies.sum(), _counted_tokens(routing, counted_RT).astype(entropies.dtype)),
+        ENTROPY: Sum(entropies.sum(), _counted_tokens(routing.logits, counted_RT).astype(entropies.dtype)),
     }
     if capacity is not None:
         metrics[DROPPED] = Sum(jnp.maximum(choices_E - capacity, 0).sum().astype(made.dtype), made)
@@ -210,33 +207,33 @@ def _chosen(experts_RTK: jax.Array, counted_RT: jax.Array | None, num_experts: i
     return made.sum(2, dtype=jnp.int32)
 
 
-def _choices_of_sequences(
+def _choices_in_sequence(
     experts_RTK: jax.Array, counted_RT: jax.Array | None, segments_RT: jax.Array | None, num_experts: int
-) -> tuple[jax.Array, jax.Array | None]:
-    """Returns (i32[R, S, E], how often each whole sequence chose each expert; i32[R, T], which of the S a token is of).
+) -> jax.Array:
+    """Returns [R, T, E], how often the whole sequence of a token chose each expert; [R, 1, E] without segments.
 
-    Without segments S is 1, and the second is None; else place 0 is for tokens that do not count.
+    With segments it is a matrix product over the tokens of the row, exact as its factors are 0 and 1: for TPUs, on
+    which adding choices up by sequence, a scatter, takes longer.
     """
     chosen_RTE = _chosen(experts_RTK, counted_RT, num_experts)
     if segments_RT is None:
-        return _over_context(chosen_RTE.sum(1, keepdims=True)), None
-    rows, length = segments_RT.shape
-    place_RT = ranks(segments_RT if counted_RT is None else jnp.where(counted_RT, segments_RT, 0))
-    # a row of n tokens has at most n sequences
-    none = jnp.zeros((rows, length * size_here() + 1, num_experts), jnp.int32)
-    return _over_context(none.at[jnp.arange(rows)[:, None], place_RT].add(chosen_RTE)), place_RT
+        return _over_context(chosen_RTE.sum(1, keepdims=True))
+    of_row_RT, chosen_RTE = _of_whole_rows(segments_RT), _of_whole_rows(chosen_RTE.astype(jnp.bfloat16))
+
+    def of_token(segment_R: jax.Array) -> jax.Array:
+        is_same_RT = (segment_R[:, None] == of_row_RT).astype(jnp.bfloat16)
+        return jnp.einsum("rt,rte->re", is_same_RT, chosen_RTE, preferred_element_type=jnp.float32)
+
+    return jnp.moveaxis(lax.map(of_token, segments_RT.T, batch_size=_TOKENS_AT_ONCE), 0, 1)
 
 
-def _number_of_sequences(counted_RT, segments_RT, like_RTE: jax.Array) -> jax.Array:
-    """Counts sequences that have tokens, once over `context`. By the data alone, as a weight must be."""
-    if counted_RT is None and segments_RT is None:
-        return jnp.asarray(like_RTE.shape[0], like_RTE.dtype)
-    counted_RT = jnp.ones(like_RTE.shape[:2], bool) if counted_RT is None else counted_RT
-    return Sequences(counted_RT.astype(like_RTE.dtype), segments_RT).number()
+def _counted_tokens(of_RT_: jax.Array, counted_RT: jax.Array | None) -> jax.Array:
+    return jnp.asarray(math.prod(of_RT_.shape[:2])) if counted_RT is None else counted_RT.sum()
 
 
-def _counted_tokens(routing: Routing, counted_RT) -> jax.Array:
-    return jnp.asarray(math.prod(routing.logits.shape[:2])) if counted_RT is None else counted_RT.sum()
+def _of_whole_rows(x: jax.Array) -> jax.Array:
+    """Returns what all devices of `context` have of rows, [R, T, ...], the tokens in the order of the devices."""
+    return x if size_here() == 1 else lax.all_gather(x, "context", axis=1, tiled=True)
 
 
 def _over_context(x: jax.Array) -> jax.Array:

@@ -76,7 +76,7 @@ class TransformerConfig:
     router_renormalize:   the chosen experts' scores are divided by their sum.
     router_scale:         factor that the chosen experts' scores are multiplied by.
     balance_coefficient:  coefficient of the balance loss of each sequence (a document of a packed row, else a row); the
-                          mean over layers of its mean over sequences.
+                          mean over layers of its mean over tokens.
     batch_balance_coefficient: coefficient of the balance loss of the whole update: all its microbatches and
                           replicas together, counted in a forward pass before the backward (`jaxfb.models.balance`).
     batch_balance_layers: "each": a loss for each layer, and their mean; "together": one loss of all layers' counts,

@@ -205,7 +205,7 @@ def test_losses_of_routers_are_their_formulas():
     shares = exps / exps.sum(-1, keepdims=True)
     chosen = np.bincount(experts[0, :3].reshape(-1), minlength=NUM_EXPERTS) / 6
     wanted = {
-        "balance": (0.3 * NUM_EXPERTS * (chosen * shares.mean(0)).sum(), 1),
+        "balance": (0.3 * NUM_EXPERTS * (chosen * shares).sum(), 3),
         "batch_balance": (0.5 * (shares * load).sum(), 3),
         "router_z": (0.7 * (np.log(exps.sum(-1)) ** 2).sum(), 3),
     }
@@ -227,7 +227,7 @@ def test_a_sequence_is_balanced_by_itself_wherever_it_stands():
         for row, at in ((0, slice(0, 2)), (0, slice(3, 6)), (1, slice(1, 3)))
     ]
     np.testing.assert_allclose(together.total, sum(one.total for one in alone), rtol=1e-12)
-    assert together.weight == sum(one.weight for one in alone) == 3
+    assert together.weight == sum(one.weight for one in alone) == 7
 
 
 def test_what_a_capacity_drops_is_counted():
