@@ -3055,7 +3055,7 @@ MUTATIONS = (
         "checkpoint/saved_steps.py",
         'metric.endswith("accuracy")',
         'metric.endswith("loss")',
-        "checkpoint/test_checkpoint.py::test_keeps_the_one_with_the_highest_accuracy",
+        "checkpoint/test_checkpoint.py::test_keeps_the_one_with_the_best_value_the_highest_or_the_lowest",
     ),
     Mutation(
         "the_best_is_kept_by_whether_there_is_a_section",

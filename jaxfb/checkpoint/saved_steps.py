@@ -29,9 +29,10 @@ from jaxfb.checkpoint.record import RECORD
 from jaxfb.checkpoint.step_directories import steps_in
 from jaxfb.checkpoint.stored_parts import StoredArrays
 from jaxfb.checkpoint.together import NOT_OF_A_FILE
-from jaxfb.refusal import INT64, Missing, StorageError, instance, integer, refuse
+from jaxfb.refusal import INT64, Missing, StorageError, choice, instance, integer, refuse
 
 FORMAT, WITHOUT_SUMS = 2, 1
+EXTREMES = ("lowest", "highest")
 
 
 class SavedSteps:
@@ -39,16 +40,20 @@ class SavedSteps:
 
     Args:
       directory: need not exist.
-      keep_best: name of a metric, lower is better, higher where the name ends in "accuracy"; None: no step is the best.
+      keep_best: name of a metric by which one step is the best; None: no step is.
+      best_is: "lowest" or "highest" value of it; None: "highest" where the name ends in "accuracy".
     """
 
-    def __init__(self, directory: str | Path, keep_best: str | None = "eval/loss"):
+    def __init__(
+        self, directory: str | Path, keep_best: str | None = "eval/loss", best_is: str | None = None
+    ):
         if not isinstance(directory, str | os.PathLike) or not str(directory) or "\0" in str(directory):
             refuse("directory", directory, "the path of a directory", who=WHO)
         if keep_best is not None:
             instance("keep_best", keep_best, str, "the name of a metric, or None", who=WHO)
         self.directory = epath.Path(directory).absolute()
         self.keep_best = keep_best
+        self.best_is = best_is and choice("best_is", best_is, EXTREMES, who=WHO)
         self._damaged: set[int] = set()
 
     def check_fit(self, abstract_state: Any, step: int, partial: bool = False) -> None:
@@ -136,7 +141,8 @@ class SavedSteps:
         value = (host.get("metrics") or {}).get(self.keep_best) if self.keep_best else None
         if value is None or not math.isfinite(value):
             return None
-        return {"score": -float(value) if is_better_higher(self.keep_best) else float(value)}
+        is_highest = (self.best_is or usual_best(self.keep_best)) == "highest"
+        return {"score": -float(value) if is_highest else float(value)}
 
     def _no_step(self, step: int | None) -> str:
         have = ", ".join(map(str, self.steps())) or "none"
@@ -144,9 +150,9 @@ class SavedSteps:
         return f"[checkpoint] {what} in {self.directory}; complete steps: {have}"
 
 
-def is_better_higher(metric: str | None) -> bool:
-    """Returns whether the best value of a metric is the highest, as of an accuracy, not the lowest, as of a loss."""
-    return metric is not None and metric.endswith("accuracy")
+def usual_best(metric: str | None) -> str:
+    """Returns whether the best value of a metric is the "highest", as of an accuracy, or the "lowest", as of a loss."""
+    return "highest" if metric is not None and metric.endswith("accuracy") else "lowest"
 
 
 @contextlib.contextmanager

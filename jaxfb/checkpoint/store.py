@@ -58,10 +58,11 @@ class CheckpointStore(SavedSteps):
     Args:
       directory: created at the first save. Tried in order by `restore`: newest complete step first.
       keep: number of newest steps to keep, at least 1.
-      keep_best: name of a metric, lower is better, higher where the name ends in "accuracy"; steps saved without it
-        cannot be best. None: keeps none.
+      keep_best: name of a metric; steps saved without it cannot be best. None: keeps none.
       asynchronous: `save` returns once the arrays are copied from the devices, so that their buffers may be
         donated to the next step at once. A failed write is raised by the next `save`, `wait` or `close`.
+      best_is: whether the "lowest" or the "highest" value of the metric is best; None: the highest where its name ends
+        in "accuracy".
 
     `save`, `restore`, `wait` and `close` are made by every process of a run, in the same order; any process may
     look at `steps`, `latest`, `best` and `host` alone.
@@ -73,8 +74,9 @@ class CheckpointStore(SavedSteps):
         keep: int = 3,
         keep_best: str | None = "eval/loss",
         asynchronous: bool = True,
+        best_is: str | None = None,
     ):
-        super().__init__(directory, keep_best)
+        super().__init__(directory, keep_best, best_is)
         self._keep = integer("keep", keep, who=WHO)
         self.asynchronous = boolean("asynchronous", asynchronous, who=WHO)
         self._writer: ocp.training.Checkpointer | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from jaxfb.config.checks import at_least_zero, directory_is_named, positive
 from jaxfb.parts import WRITERS
@@ -32,8 +32,9 @@ class CheckpointConfig:
     """A checkpoint every `every` updates and at the end (null: at the end only); see `jaxfb.checkpoint`.
 
     every: saves after each so many updates; null: at the end only.
-    keep_best: a number of the evaluation; the checkpoint where it is lowest, or highest if its name ends in accuracy,
-      is kept as well; null: none.
+    keep_best: a number of the evaluation; the checkpoint where it is best is kept as well; null: none.
+    best_is: which value of that number is best, the "lowest" or the "highest"; null: the highest if its name ends in
+      accuracy, else the lowest.
     asynchronous: training continues while a checkpoint is written.
     local: others, on the hosts' own disks, that a killed process continues from; null: none.
     keep: how many of the newest are kept, at least 2, since the newest is known to be good only when an update after it
@@ -43,6 +44,7 @@ class CheckpointConfig:
     every: int | None = None
     keep: int = 3
     keep_best: str | None = "eval/loss"
+    best_is: Literal["lowest", "highest"] | None = None
     asynchronous: bool = True
     local: LocalConfig | None = None
 

@@ -119,7 +119,8 @@ def _export_model(
 
 def _step_of(source: Path, config: Any, update: int | str) -> int:
     """Returns the checkpoint that was saved after an update, or the "best" one."""
-    store = CheckpointStore(source / "checkpoints", keep_best=config.checkpoint.keep_best)
+    settings = config.checkpoint
+    store = CheckpointStore(source / "checkpoints", keep_best=settings.keep_best, best_is=settings.best_is)
     steps = store.steps()
     if not steps:
         raise Missing(
@@ -130,7 +131,7 @@ def _step_of(source: Path, config: Any, update: int | str) -> int:
     if update == "best":
         best = store.best()
         if best is None:
-            metric = config.checkpoint.keep_best
+            metric = settings.keep_best
             why = f"none was saved with the metric {metric}" if metric else "checkpoint.keep_best is null"
             raise Refused(f"[export] no checkpoint is known to be the best: {why}; choose one of {have}")
         return best

@@ -66,7 +66,9 @@ class Run(AbstractContextManager["Run"]):
         settings = self.config.checkpoint
         # At least two: the newest is known to be good only when an update after it has been applied.
         keep = max(settings.keep, 2)
-        self._store = CheckpointStore(directory.checkpoints, keep, settings.keep_best, settings.asynchronous)
+        self._store = CheckpointStore(
+            directory.checkpoints, keep, settings.keep_best, settings.asynchronous, settings.best_is
+        )
         self.done = 0
         self.before: int | None = None
         self.metrics: dict[str, float] = {}

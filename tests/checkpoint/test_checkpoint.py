@@ -118,13 +118,17 @@ def test_keeps_newest_and_best(tmp_path):
             store.restore(state, step=20)
 
 
-def test_keeps_the_one_with_the_highest_accuracy(tmp_path):
+@pytest.mark.parametrize(
+    "metric, best_is, best",
+    [("eval/accuracy", None, 10), ("eval/reward", "highest", 10), ("eval/accuracy", "lowest", 20)],
+)
+def test_keeps_the_one_with_the_best_value_the_highest_or_the_lowest(tmp_path, metric, best_is, best):
     state = make_state(mesh_of(data=1))
-    with CheckpointStore(tmp_path, keep=1, keep_best="eval/accuracy") as store:
-        for step, accuracy in [(0, 0.1), (10, 0.9), (20, 0.0), (30, 0.5)]:
-            store.save(step, state, {"metrics": {"eval/accuracy": accuracy}})
+    with CheckpointStore(tmp_path, keep=1, keep_best=metric, best_is=best_is) as store:
+        for step, value in [(0, 0.1), (10, 0.9), (20, 0.0), (30, 0.5)]:
+            store.save(step, state, {"metrics": {metric: value}})
         store.wait()
-        assert store.steps() == [10, 30] and store.best() == 10
+        assert store.steps() == [best, 30] and store.best() == best
 
 
 def test_refuses_what_orbax_would_cast(tmp_path):

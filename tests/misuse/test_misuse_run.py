@@ -72,6 +72,7 @@ def calls(directory, store):
                 "keep": positive_int,
                 "keep_best": maybe(texts),
                 "asynchronous": boolean,
+                "best_is": one_of((None, "lowest", "highest")),
             },
         ),
         Call(
