@@ -90,7 +90,7 @@ class PackedRows(Rows):
         length = self._look_up("length", piece).astype(np.int64)
         before = np.cumsum(length) - length
         first_of_row = np.searchsorted(row_of_piece, row_of_piece)
-        column = before - before[first_of_row] if len(piece) else before
+        column = before - before[first_of_row]
         position = _ranges(length)
         source = np.repeat(self._look_up("offset", piece), length) + position
         slot = np.repeat(row_of_piece * self.sequence_length + column, length) + position

@@ -65,7 +65,8 @@ def render_table(
     table: Sequence, *, width: int = 120, mark: Mark | None = None, separators: set[int] | None = None
 ) -> list[str]:
     """Returns lines of the table alone; with a mark, only the ticks around it."""
-    kinds = [k for k in KINDS if any(a.kind == k for row in table for cell in row for a in cell)] or ["F"]
+    there = {a.kind for row in table for cell in row for a in cell} | ({mark[2]} if mark else set())
+    kinds = [k for k in KINDS if k in there] or ["F"]
     cell_width = max((len(str(a)) for row in table for cell in row for a in cell), default=4) + (
         3 if mark else 0
     )

@@ -327,6 +327,7 @@ def test_length_in_each_unit():
     assert epochs.window(16)[:4] == (16, 1, 1001, 64)
     assert RunPlan(plan, epochs=3, dataset_rows=1001, remainder="drop").total_updates == 45
     assert RunPlan(plan, epochs=0.5, dataset_rows=1001).total_updates == 8
+    assert RunPlan(plan, epochs=0.5, dataset_rows=1001).window(7).end == 501
     assert RunPlan(plan, updates=7).total_updates == 7
     assert RunPlan(plan, samples=1000).total_updates == 16
     assert RunPlan(plan, tokens=64 * 128 * 5 + 1, sequence_length=128).total_updates == 6

@@ -174,6 +174,14 @@ def test_rows_that_fit_together_exactly_leave_no_token_blank():
     assert [sum(lengths[row] for row in bin_) for bin_ in made.bins] == [8, 8]
 
 
+def test_rows_that_fit_into_one_are_spread_over_the_replicas():
+    plan = BatchPlan(
+        rows=4, max_tokens_per_microbatch=12, sequence_length=12, widths=(12,), packing=True, data_parallel=2
+    )
+    lengths = [5, 3, 3, 1]
+    assert [sum(lengths[row] for row in bin_) for bin_ in arrange(plan, lengths).bins] == [6, 6]
+
+
 def test_a_row_is_cut_over_context_devices_whose_share_of_the_budget_holds_it_in_two_pieces_each():
     plan = BatchPlan(
         rows=8, max_tokens_per_microbatch=64, sequence_length=64, max_context=4, widths=(8, 12, 16, 32, 64)

@@ -127,6 +127,11 @@ def test_chatml_ends_an_answer_with_its_own_token_alone(tokenizer):
     assert tokenizer.id_of("<|im_end|>") in chat.stop_tokens
 
 
+def test_chatml_without_its_tokens_ends_an_answer_with_the_end_of_text():
+    (ids,), (counts,) = make_chat(ByteTokenizer(), "chatml").encode([[QUESTION, ANSWER]])
+    assert ids[np.flatnonzero(counts)[-1]] == ByteTokenizer().eos_id
+
+
 def test_stop_tokens_are_names_or_ids_of_the_tokenizer(tokenizer, golden):
     llama = golden(GOLDEN)["templates"]["llama3"]
     chat = make_chat(tokenizer, llama, ["<|eot_id|>", tokenizer.eos_id])

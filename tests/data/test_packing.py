@@ -93,6 +93,7 @@ def test_row_minus_one_is_all_zeros_and_select_renumbers(packed):
     rows = packed([5, 9, 3, 12], 4, "concat")
     batch = rows.gather(np.array([2, -1, 0]))
     assert not any(leaf[1].any() for leaf in batch.values())
+    assert not any(leaf.any() for leaf in rows.gather(np.array([-1, -1])).values())
     assert batch["loss_mask"].dtype == np.float32
     chosen = rows.select(np.array([2, 0]))
     np.testing.assert_array_equal(chosen.gather(np.arange(2))["tokens"], batch["tokens"][[0, 2]])

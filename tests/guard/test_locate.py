@@ -101,3 +101,10 @@ def test_a_gradient_that_breaks_where_the_values_are_finite():
     found = first_nonfinite(MODEL, broken, MICROBATCH)
     assert found is not None and found.backward and found.layer == 2 - 1
     assert str(found) == "the gradient of what layer 1 returns"
+
+
+def test_a_gradient_that_breaks_in_the_first_layer_is_that_of_what_embed_returns():
+    broken = with_layers(kink=[1, 9, 9, 9], gain=[1, 0, 0, 0])  # embed returns ones
+    found = first_nonfinite(MODEL, broken, MICROBATCH)
+    assert found == Place("embed", None, backward=True)
+    assert str(found) == "the gradient of what embed returns"

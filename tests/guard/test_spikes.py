@@ -1,11 +1,14 @@
 """Spikes are judged by a median and the median absolute deviation of the updates before them."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from jaxfb.config.guard import GuardConfig
 from jaxfb.guard.spikes import SpikeDetector, robust_z
+from jaxfb.training.guarding.spike_guard import SpikeGuard
 
 
 def test_the_score_is_that_of_the_definition():
@@ -82,3 +85,14 @@ def test_a_restored_detector_judges_alike():
     second = SpikeDetector(16, 8.0)
     second.restore(first.to_dict())
     assert start + fed(second, losses[40:]) == whole and any(whole)
+
+
+@pytest.mark.parametrize("update", [9, 10])
+def test_a_restored_guard_has_the_limits_of_the_one_that_was_saved(update):
+    """Judged by the updates up to the last but one: of update 9 without the 8th, of update 10 with it."""
+    config = GuardConfig(spikes="skip", spike_window=8)
+    whole = SpikeGuard(config, {})
+    for number, loss in enumerate(np.random.default_rng(3).normal(3, 1, 8).tolist(), 1):
+        whole.judge(number, SimpleNamespace(loss=loss, grad_norm=1.0, skipped=False, spike=None), print)
+    assert whole.limits(9) != whole.limits(10)
+    assert SpikeGuard(config, whole.to_dict()).limits(update) == whole.limits(update)

@@ -182,6 +182,13 @@ def test_adafactor_factors_no_layer_with_another():
         jax.tree.map(lambda x, y, i=i: np.testing.assert_allclose(x[i], y, rtol=1e-5), stacked, alone)
 
 
+def test_adafactors_averages_have_the_layers_first():
+    params = {"layers": {"norm": jnp.ones((5, 4)), "w": jnp.ones((5, 2, 4))}}
+    state = make_optimizer("adafactor", learning_rate=0.1, min_dim_size_to_factor=2).init(params)
+    shapes = {leaf.shape for leaf in jax.tree.leaves(state)}
+    assert shapes >= {(5, 4), (5, 2)} and not shapes & {(4, 5), (2, 5)}
+
+
 def test_muon_orthogonalises_hidden_matrices_and_gives_the_rest_to_adamw():
     params = mixed_params()
     grads = jax.tree.map(lambda x: jnp.sin(7 * x), params)

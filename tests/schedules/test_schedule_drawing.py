@@ -33,6 +33,14 @@ def test_timeline_is_written(tmp_path, suffix):
     assert b"<?xml" in start if suffix == "svg" else start.startswith(b"\x89PNG")
 
 
+def test_timeline_of_forwards_alone_has_no_memory_below(tmp_path):
+    schedule = make("1f1b", 2, 3)
+    both, forwards = (
+        timeline_figure(each, tmp_path / f"{k}.svg") for k, each in enumerate((schedule, schedule.forward_only()))
+    )
+    assert "microbatches kept" in both.read_text() and "microbatches kept" not in forwards.read_text()
+
+
 def test_timeline_of_an_unknown_kind_of_file_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"timeline\.svg"):
         timeline_figure(make("1f1b", 2, 3), tmp_path / "timeline.gif")
