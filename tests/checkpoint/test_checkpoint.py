@@ -107,7 +107,7 @@ def test_keeps_newest_and_best(tmp_path):
     state = make_state(mesh_of(data=1))
     with CheckpointStore(tmp_path, keep=2) as store:
         assert store.latest() is None and store.best() is None
-        for step, loss in [(0, 3.0), (10, 1.0), (20, float("nan")), (30, None), (40, 2.0)]:
+        for step, loss in [(0, float("nan")), (10, 1.0), (20, 3.0), (30, None), (40, 2.0)]:
             store.save(step, state, {"metrics": {} if loss is None else {"eval/loss": loss}})
         store.wait()
         assert store.steps() == [10, 30, 40]

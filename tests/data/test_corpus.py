@@ -211,6 +211,15 @@ def test_an_interrupted_write_leaves_nothing_that_is_read(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["shards"]
 
 
+def test_drafts_are_removed_a_day_after_their_build_died(tmp_path):
+    for name in (".shards.old", ".shards.new"):
+        (tmp_path / name).mkdir()
+    os.utime(tmp_path / ".shards.old", (0, 0))
+    (tmp_path / ".shards.gone").symlink_to("nowhere")  # as if another process finished it since it was listed
+    assert build_once(tmp_path / "shards", lambda draft: {"by": "this one"}) == {"by": "this one"}
+    assert {path.name for path in tmp_path.iterdir()} == {".shards.new", ".shards.gone", "shards"}
+
+
 def test_baselines_are_cross_entropies_of_the_held_out_tokens(config, tmp_path):
     rng = np.random.default_rng(1)
     step = rng.choice([1, 2], size=60_000, p=[0.75, 0.25])  # the next token is one or two further, of 40

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxfb.batch_plan import PlanError
 from jaxfb.cli.commands import main
 from jaxfb.config import RLConfig
 from jaxfb.config.load import config_from_dict
@@ -204,9 +205,13 @@ def test_stopped_in_the_middle_of_a_rollout_it_ends_in_the_same_bits(tmp_path, k
 
 
 def test_a_purpose_without_a_plan_is_refused_before_anything_runs(tmp_path):
-    values = {**TINY, "plans": {name: cut for name, cut in TINY["plans"].items() if name != "logprob_ref"}}
-    with pytest.raises(ValueError, match=r"\[logprob_ref\] needs plans.logprob_ref .*nothing is inherited"):
+    cuts = {name: cut for name, cut in TINY["plans"].items() if name != "logprob_ref"}
+    values = {**TINY, "plans": cuts, "mesh": {"data": 2}}
+    with pytest.raises(
+        PlanError, match=r"\[logprob_ref\] needs plans.logprob_ref .*nothing is inherited"
+    ) as refused:
         make_policy_work(config_from_dict(values))
+    assert refused.value.choices == ({"plans.logprob_ref.rows_per_microbatch": 8},)  # of 16 rows on 2 replicas
 
 
 @pytest.mark.parametrize(

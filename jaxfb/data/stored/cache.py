@@ -5,6 +5,7 @@ Part of the data (where prepared tokens are kept between runs).
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -119,5 +120,6 @@ def _publish(draft: Path, directory: Path) -> dict:
 
 def _remove_abandoned_drafts(directory: Path) -> None:
     for draft in directory.parent.glob(f".{directory.name}.*"):
-        if time.time() - draft.stat().st_mtime > ABANDONED_AFTER_SECONDS:
-            shutil.rmtree(draft, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):  # another process has just finished it
+            if time.time() - draft.stat().st_mtime > ABANDONED_AFTER_SECONDS:
+                shutil.rmtree(draft, ignore_errors=True)
