@@ -115,8 +115,8 @@ def test_bytes_know_one_special_token_and_no_message_writes_it(template):
 def test_tokens_that_are_not_special_may_be_taught_but_not_asked_for(tokenizer, golden):
     think = tokenizer.id_of("<think>")
     chat = make_chat(tokenizer, golden(GOLDEN)["templates"]["chatml"] + "{#- <think> -#}")
-    (ids,), _ = chat.encode([[user("<think>"), assistant("<think>so</think>four")]])
-    assert (ids == think).sum() == 1
+    (ids,), (counts,) = chat.encode([[user("<think>"), assistant("<think>so</think>four")]])
+    assert (ids == think).sum() == 1 == counts[ids == think].sum()  # the assistant's, which it is to write
 
 
 def test_chatml_ends_an_answer_with_its_own_token_alone(tokenizer):

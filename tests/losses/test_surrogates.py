@@ -101,6 +101,18 @@ def test_truncated_tokens_are_those_that_count_with_less_than_their_ratio():
     np.testing.assert_allclose(metrics["clip_fraction"].value, 0.25)
 
 
+def test_a_token_that_was_certain_has_a_finite_divergence():
+    """Its KL is -log p: 0.01 of the first is allowed, 0.7 of the second is not."""
+    leaves = {
+        "loss_mask": jnp.ones((1, 2)),
+        "old_log_probs": jnp.zeros((1, 2)),
+        "advantages": -jnp.ones((1, 2)),
+    }
+    loss = PolicyLoss(make_surrogate("dppo", divergence="kl", low=0.1))
+    metrics = loss(jnp.array([[-0.01, -0.7]]), jnp.zeros((1, 2)), leaves).metrics
+    np.testing.assert_allclose(metrics["clip_fraction"].value, 0.5)
+
+
 def test_entropy_and_kl_are_terms_of_their_own():
     mask = jnp.array([[1.0, 1, 0], [1, 0, 0]])
     microbatch = {

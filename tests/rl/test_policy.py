@@ -211,7 +211,9 @@ def test_a_purpose_without_a_plan_is_refused_before_anything_runs(tmp_path):
         PlanError, match=r"\[logprob_ref\] needs plans.logprob_ref .*nothing is inherited"
     ) as refused:
         make_policy_work(config_from_dict(values))
-    assert refused.value.choices == ({"plans.logprob_ref.rows_per_microbatch": 8},)  # of 16 rows on 2 replicas
+    assert refused.value.choices == (
+        {"plans.logprob_ref.rows_per_microbatch": 8},
+    )  # of 16 rows on 2 replicas
 
 
 @pytest.mark.parametrize(
@@ -251,6 +253,12 @@ def test_a_pipeline_with_too_few_microbatches_is_warned_of(tmp_path):
         UserWarning, match=r"\[logprob_ref\] 1 microbatches in a pipeline of 2 stages leave it idle 50%"
     ):
         make_policy_work(config(tmp_path, {"mesh": {"pipe": 2}}))
+
+
+def test_as_many_microbatches_as_stages_are_not_warned_of(recwarn):
+    cuts = {name: {"num_microbatches": 2} for name in TINY["plans"]}
+    make_policy_work(config_from_dict({**TINY, "mesh": {"pipe": 2}, "plans": cuts}))
+    assert not [str(one.message) for one in recwarn if "leave it idle" in str(one.message)]
 
 
 @pytest.mark.slow

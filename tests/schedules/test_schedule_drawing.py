@@ -36,7 +36,8 @@ def test_timeline_is_written(tmp_path, suffix):
 def test_timeline_of_forwards_alone_has_no_memory_below(tmp_path):
     schedule = make("1f1b", 2, 3)
     both, forwards = (
-        timeline_figure(each, tmp_path / f"{k}.svg") for k, each in enumerate((schedule, schedule.forward_only()))
+        timeline_figure(each, tmp_path / f"{k}.svg")
+        for k, each in enumerate((schedule, schedule.forward_only()))
     )
     assert "microbatches kept" in both.read_text() and "microbatches kept" not in forwards.read_text()
 
