@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxfb.data.chat import make_chat, read_chat
+from jaxfb.data.conversations import cut_to
 from jaxfb.data.jinja import compile_template
 from jaxfb.data.tokenizer import END_TOKEN, ByteTokenizer, load_tokenizer
 
@@ -298,3 +299,10 @@ def test_a_template_that_is_not_utf_8_is_refused(tmp_path):
     (tmp_path / "chat_template.jinja").write_bytes("café".encode("latin-1"))
     with pytest.raises(ValueError, match="chat_template.jinja is not UTF-8: .* at offset 3"):
         read_chat(tmp_path, ByteTokenizer())
+
+
+def test_a_row_of_three_slots_holds_the_first_four_tokens():
+    """Each slot predicts the token after its own."""
+    ids, counts = cut_to([np.arange(6), np.arange(2)], [np.arange(6) > 1, np.arange(2) > 0], 3)
+    assert [one.tolist() for one in ids] == [[0, 1, 2, 3], [0, 1]]
+    assert [one.tolist() for one in counts] == [[False, False, True, True], [False, True]]

@@ -97,8 +97,9 @@ def test_own_table_has_phases_slots_and_costs_like_a_built_in_one():
 def test_bad_cell_is_marked(text, message, marked):
     with pytest.raises(ValueError, match=re.escape(message)) as refused:
         from_text(text)
-    line = next(line for line in str(refused.value).splitlines() if line.endswith("<-- here"))
-    assert marked in line
+    lines = str(refused.value).splitlines()
+    assert marked in next(line for line in lines if line.endswith("<-- here"))
+    assert sum(line.startswith("tick") for line in lines) == 1  # of a long table, the ticks around it alone
 
 
 @pytest.mark.parametrize(
