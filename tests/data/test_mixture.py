@@ -16,6 +16,7 @@ from jaxfb.callbacks import Callback
 from jaxfb.config import config_from_dict, config_to_dict, load_config
 from jaxfb.data import DataConfig, Loader, prepare
 from jaxfb.data.config import SourceConfig
+from jaxfb.data.corpus import SplitStats, _sum
 from jaxfb.data.mixture import MixedOrder, MixedRows, Mixture
 from jaxfb.metrics import read_jsonl
 from jaxfb.training.evaluate import HeldOut
@@ -119,6 +120,20 @@ def test_a_source_of_a_tiny_share_between_others_is_read_in_its_order(texts):
     order = MixedOrder(MixedRows(dict.fromkeys(weights, part), weights), seed=0)
     counts = np.array([list(order.consumed(p).values()) for p in range(0, 60_000, 1024)])
     assert (np.diff(counts, axis=0) >= 0).all() and counts[-1, 1] in (5, 6)
+
+
+def test_sources_of_equally_many_rows_are_read_in_different_orders(texts):
+    part, names = corpus(texts, code=1).train.parts["code"], "abcdefgh"
+    order = MixedOrder(MixedRows(dict.fromkeys(names, part), dict.fromkeys(names, 1)), seed=0)
+    read = {name: [] for name in names}
+    for name, row in map(order.row, range(8 * len(part))):
+        read[name].append(row)
+    assert len({tuple(rows[: len(part) // 2]) for rows in read.values()}) == 8
+
+
+def test_the_bytes_of_a_mixture_are_known_where_those_of_all_its_sources_are():
+    known, unknown = (SplitStats(1, 10, size, 2, 1.0) for size in (40, None))
+    assert (_sum([known, known]).bytes, _sum([known, unknown]).bytes) == (80, None)
 
 
 def test_the_fill_of_a_mixture_is_the_share_of_all_its_slots_that_are_used(texts):

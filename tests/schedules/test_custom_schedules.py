@@ -92,6 +92,7 @@ def test_own_table_has_phases_slots_and_costs_like_a_built_in_one():
         ("device 0 B0", "F0.0 is missing on device 0", "device 0 F  [.]!"),
         ("device 0 W0 F0+B0", "needs B0.0 of device 0", "[W0.0]!"),
         (f"device 0 {' '.join(f'F{m}' for m in range(60))} F59", "in ticks 59 and 60", "[F59.0]!"),
+        (f"device 0 F0 {' '.join(f'F{m}' for m in range(60))}", "in ticks 0 and 1", "[F0.0]!"),
     ],
 )
 def test_bad_cell_is_marked(text, message, marked):
