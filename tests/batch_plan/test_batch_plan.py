@@ -94,6 +94,13 @@ def test_the_choices_are_the_nearest(rows, rows_per_microbatch, data_parallel, m
         assert offered == below + above
 
 
+def test_where_no_change_alone_is_legal_two_together_are_offered():
+    given = {"rows": 1, "num_microbatches": 3, "multiple_of": 2}
+    choices = refusal(BatchPlan, **given).choices
+    assert choices == ({"num_microbatches": 2, "rows": 2}, {"num_microbatches": 4, "rows": 4})
+    assert all(is_legal(**given | choice) for choice in choices)
+
+
 @given(st.integers(1, 300), small, st.integers(1, 8))
 @settings(max_examples=100, deadline=None)
 def test_rows_of_partitions_the_rows_in_megatron_order(rows, rows_per_microbatch, data_parallel):
