@@ -347,7 +347,8 @@ def test_epochs_are_limited_only_where_each_ends_with_a_short_update(monkeypatch
     monkeypatch.setattr(run_plans, "_MOST_EPOCHS", 100)
     plan = BatchPlan(rows=4, rows_per_microbatch=1)
     assert RunPlan(plan, epochs=10**6, dataset_rows=8).total_updates == 2 * 10**6
-    assert RunPlan(plan, epochs=2**30, dataset_rows=2**32).total_updates == 2**60  # as many rows as there may be
+    # as many rows as there may be
+    assert RunPlan(plan, epochs=2**30, dataset_rows=2**32).total_updates == 2**60
     assert refusal(RunPlan, plan, epochs=2**30 + 1, dataset_rows=2**32).choices[0]["epochs"] == 2**30
     for length in (dict(epochs=101), dict(updates=3 * 101)):
         (choice,) = refusal(RunPlan, plan, dataset_rows=9, **length).choices

@@ -97,6 +97,11 @@ def test_ranks_are_those_of_the_whole_row_also_where_a_context_axis_cuts_it():
     np.testing.assert_array_equal(on_two(jnp.array(segments)), expected)
 
 
+def test_sums_of_sequences_are_divided_by_the_scale():
+    found = aggregate(jnp.ones((2, 3)), Sequences(jnp.ones((2, 3))), "seq-mean-token-sum-norm", scale=4)
+    assert (found.total, found.weight) == (6 / 4, 2)
+
+
 def test_what_cannot_be_aggregated_is_refused():
     sequences = Sequences(jnp.ones((1, 2)))
     with pytest.raises(ValueError, match="must be one of token-mean"):

@@ -8,7 +8,7 @@ import pytest
 from jaxfb.losses import advantages
 from jaxfb.losses.aggregation import check_aggregation
 from jaxfb.losses.distillation import DistillationLoss
-from jaxfb.losses.heads import log_prob_fn, policy_loss_fn
+from jaxfb.losses.heads import _check_ranges, log_prob_fn, policy_loss_fn
 from jaxfb.losses.importance import rollout_weights
 from jaxfb.losses.kl import AdaptiveKL, kl_in_reward
 from jaxfb.losses.language_model import check_regularizers
@@ -135,3 +135,9 @@ def test_a_surrogate_must_be_a_function():
     for wrong in (None, "ppo", SURROGATES["ppo"]):
         with pytest.raises(ValueError, match=r"\[loss\] surrogate must be a function .* such as PPOClip\(\)"):
             PolicyLoss(wrong)
+
+
+@pytest.mark.parametrize("ranges", [5, (5,), ((5, 6, 7),), ((5,),)])
+def test_ids_that_are_never_drawn_are_ranges_of_two_ends(ranges):
+    with pytest.raises(ValueError, match="absent_ids must be a tuple of ranges"):
+        _check_ranges(ranges)
