@@ -3436,6 +3436,70 @@ MUTATIONS = (
         "step = None",
         "pretrained/test_run.py::test_the_best_checkpoint_is_exported_or_any_that_is_named",
     ),
+    # seen by no quick test until mistakes were made at random
+    Mutation(
+        "rows_that_fit_into_one_are_not_spread",
+        "batch_plan/arrangement.py",
+        "return spread if fits else",
+        "return spread if not fits else",
+        "batch_plan/test_rollout_plan.py::test_rows_that_fit_into_one_are_spread_over_the_replicas",
+    ),
+    Mutation(
+        "two_changes_are_never_offered",
+        "batch_plan/fit.py",
+        "return alone if alone and not only_more_rows",
+        "return alone if alone or not only_more_rows",
+        "batch_plan/test_batch_plan.py::test_where_no_change_alone_is_legal_two_together_are_offered",
+    ),
+    Mutation(
+        "certain_tokens_have_no_divergence",
+        "losses/surrogates.py",
+        "1 - old + 1e-8",
+        "1 - old - 1e-8",
+        "losses/test_surrogates.py::test_a_token_that_was_certain_has_a_finite_divergence",
+    ),
+    Mutation(
+        "the_scale_of_sums_is_dropped",
+        "losses/aggregation.py",
+        "total if scale is None else total / scale",
+        "total",
+        "losses/test_aggregation.py::test_sums_of_sequences_are_divided_by_the_scale",
+    ),
+    Mutation(
+        "few_orders_of_sources",
+        "data/mixture.py",
+        "16) % 2**63",
+        "16) // 2**63",
+        "data/test_mixture.py::test_sources_of_equally_many_rows_are_read_in_different_orders",
+    ),
+    Mutation(
+        "drafts_are_kept_for_ever",
+        "data/cache.py",
+        "st_mtime > ABANDONED",
+        "st_mtime < -ABANDONED",
+        "data/test_corpus.py::test_drafts_are_removed_a_day_after_their_build_died",
+    ),
+    Mutation(
+        "a_loss_of_nan_is_the_best",
+        "checkpoint/saved_steps.py",
+        "value is not None and math.isfinite(value)",
+        "value is not None",
+        "checkpoint/test_checkpoint.py::test_a_loss_that_is_no_number_is_not_the_best",
+    ),
+    Mutation(
+        "a_resumed_guard_forgets_its_last_update",
+        "training/guarding/spike_guard.py",
+        'self._last = kept.get("last", 0)',
+        "self._last = 0",
+        "guard/test_spikes.py::test_a_restored_guard_has_the_limits_of_the_one_that_was_saved",
+    ),
+    Mutation(
+        "layers_of_adafactor_are_not_first",
+        "optim/adafactor.py",
+        "return (0, 0, None) if",
+        "return (1, 1, None) if",
+        "optim/test_optim.py::test_adafactors_averages_have_the_layers_first",
+    ),
 )
 
 

@@ -107,7 +107,7 @@ def test_keeps_newest_and_best(tmp_path):
     state = make_state(mesh_of(data=1))
     with CheckpointStore(tmp_path, keep=2) as store:
         assert store.latest() is None and store.best() is None
-        for step, loss in [(0, float("nan")), (10, 1.0), (20, 3.0), (30, None), (40, 2.0)]:
+        for step, loss in [(0, 3.0), (10, 1.0), (20, float("nan")), (30, None), (40, 2.0)]:
             store.save(step, state, {"metrics": {} if loss is None else {"eval/loss": loss}})
         store.wait()
         assert store.steps() == [10, 30, 40]
@@ -129,6 +129,17 @@ def test_keeps_the_one_with_the_best_value_the_highest_or_the_lowest(tmp_path, m
             store.save(step, state, {"metrics": {metric: value}})
         store.wait()
         assert store.steps() == [best, 30] and store.best() == best
+
+
+def test_a_loss_that_is_no_number_is_not_the_best(tmp_path):
+    state = make_state(mesh_of(data=1))
+    with CheckpointStore(tmp_path, keep=3) as store:
+        store.save(0, state, {"metrics": {"eval/loss": float("nan")}})
+        store.wait()
+        assert store.best() is None
+        store.save(10, state, {"metrics": {"eval/loss": 3.0}})
+        store.wait()
+        assert store.best() == 10
 
 
 def test_refuses_what_orbax_would_cast(tmp_path):
