@@ -228,3 +228,31 @@ def test_a_weight_may_be_counted_on_one_device_of_the_axis():
         warnings.simplefilter("error")
         out, one = run(loss, {"context": 2}), run(loss, {})
     np.testing.assert_allclose((out.loss, out.terms["loss"].weight), (one.loss, ROWS), rtol=1e-13)
+
+
+@jax.custom_vjp
+def sums_of_one_call(w, x, mask):
+    """A total and a weight out of one operation in which the parts of a row are exchanged."""
+    return w * (later(x, 1) * mask).sum(), mask.sum()
+
+
+sums_of_one_call.defvjp(
+    lambda w, x, mask: (sums_of_one_call(w, x, mask), (later(x, 1) * mask).sum()),
+    lambda moved, cotangents: (cotangents[0] * moved, None, None),
+)
+
+
+def test_a_weight_made_with_what_communicates_is_followed():
+    def loss(params, microbatch, keys):
+        return Sum(*sums_of_one_call(params["w"], microbatch["x"], microbatch["mask"]))
+
+    same_as_one_device(loss, {"context": 2})
+
+
+def test_a_weight_that_depends_on_parameters_is_refused_where_the_function_communicates():
+    def loss(params, microbatch, keys):
+        moved = later(microbatch["x"], 1).sum()
+        return Sum(moved * params["w"], microbatch["mask"].sum() * params["w"] ** 2)
+
+    with pytest.raises(ValueError, match=r"weight of term 'loss' must depend on the data .* params\['w'\]"):
+        run(loss, {"context": 2})

@@ -29,9 +29,11 @@ class Traced:
     shape:  the shapes of its LossOutput.
     places: a LossOutput of integers with the same structure: the position of each leaf among the program's results.
     num_params, num_inputs: how many leaves of parameters, and of all its inputs, it has.
+    mesh: that on which it was traced; None: without one.
     manual: the axes of the mesh over which `jax.shard_map` ran it by hand, and has to run it.
     """
 
+    mesh: Mesh | None = None
     manual: tuple[str, ...] = ()
 
     def __init__(self, loss_fn: LossFn, params: PyTree, microbatch: PyTree, rng: Any):
@@ -61,22 +63,18 @@ class Traced:
 
     @classmethod
     def _over(cls, mesh: Mesh, axes: tuple[str, ...], *given: Any) -> Traced:
-        found = []
-
-        def body() -> tuple:
-            found.append(cls(*given))
-            return ()
-
-        inside = jax.shard_map(
-            body, mesh=mesh, in_specs=(), out_specs=(), axis_names=set(axes), check_vma=False
-        )
-        jax.eval_shape(inside)
-        found[0].manual = axes
-        return found[0]
+        traced = _on_mesh(mesh, axes, lambda: cls(*given))
+        traced.mesh, traced.manual = mesh, axes
+        return traced
 
     def open(self) -> None:
         """Inlines calls, in loops and branches too, so that results computed by one call are separated."""
-        self._program, self._summands = opened(self._program), {}
+        program = self._program
+        if self.mesh is None:
+            self._program = opened(program)
+        else:  # which may name the mesh's axes
+            self._program = _on_mesh(self.mesh, self.manual, lambda: opened(program))
+        self._summands = {}
 
     def reads(self, *places: int) -> tuple[list[bool], list[bool]]:
         """Returns which parameters those results depend on, and which leaves of (microbatch, rng)."""
@@ -160,6 +158,20 @@ class Traced:
 
     def _cut(self, places: Sequence[int]) -> tuple[Any, list[bool]]:
         return cut_down(self._program, [place in places for place in range(self._num_results)])
+
+
+def _on_mesh(mesh: Mesh, axes: Sequence[str], trace: Callable[[], Any]) -> Any:
+    """Returns what trace() returns, called where `jax.shard_map` traces over those axes; no array leaves it."""
+    found = []
+
+    def body() -> tuple:
+        found.append(trace())
+        return ()
+
+    jax.eval_shape(
+        jax.shard_map(body, mesh=mesh, in_specs=(), out_specs=(), axis_names=set(axes), check_vma=False)
+    )
+    return found[0]
 
 
 def _drawn(like: jax.Array) -> jax.Array:
