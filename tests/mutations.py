@@ -3474,7 +3474,7 @@ MUTATIONS = (
     ),
     Mutation(
         "drafts_are_kept_for_ever",
-        "data/cache.py",
+        "data/stored/cache.py",
         "st_mtime > ABANDONED",
         "st_mtime < -ABANDONED",
         "data/test_corpus.py::test_drafts_are_removed_a_day_after_their_build_died",
@@ -3482,8 +3482,8 @@ MUTATIONS = (
     Mutation(
         "a_loss_of_nan_is_the_best",
         "checkpoint/saved_steps.py",
-        "value is not None and math.isfinite(value)",
-        "value is not None",
+        "value is None or not math.isfinite(value)",
+        "value is None",
         "checkpoint/test_checkpoint.py::test_a_loss_that_is_no_number_is_not_the_best",
     ),
     Mutation(
