@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -122,6 +123,20 @@ def adopt(tree: PyTree, targets: PyTree) -> PyTree:
     tree = automatic(tree)
     targets = jax.tree.map(lambda _: targets, tree) if isinstance(targets, NamedSharding) else targets
     return tree if is_traced(tree) else jax.tree.map(move, tree, targets)
+
+
+def by_program(tree: PyTree, targets: PyTree) -> PyTree:
+    """Returns the same arrays in other places, moved by a program, as devices of several processes have to be.
+
+    The program is made once for the same shapes and places.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    return structure.unflatten(_mover(tuple(jax.tree.leaves(targets)))(leaves))
+
+
+@lru_cache(maxsize=16)
+def _mover(targets: tuple[NamedSharding, ...]) -> Callable[[list], list]:
+    return jax.jit(lambda leaves: leaves, out_shardings=list(targets))
 
 
 def is_elsewhere(leaf: jax.Array, target: NamedSharding) -> bool:

@@ -79,13 +79,13 @@ def _plain(config, params, x, chosen, kept):
             z += jax.nn.logsumexp(token @ params["router"]["kernel"]) ** 2
             choices[spot[0], chosen[spot]] += 1
             probs = probs.at[spot[0]].add(scores / scores.sum())
-    balance = sum(
-        config.num_experts / (config.experts_per_token * length) * (choices[row] * probs[row] / length).sum()
+    balance = sum(  # of each row its tokens times E sum_e (share of its choices) (mean probability)
+        length * config.num_experts * (choices[row] / choices[row].sum() * probs[row] / length).sum()
         for row, length in enumerate(COUNTED.sum(1))
         if length
     )
     losses = {
-        "balance": (config.balance_coefficient * balance, COUNTED.any(1).sum()),
+        "balance": (config.balance_coefficient * balance, COUNTED.sum()),
         "router_z": (config.router_z_coefficient * z, COUNTED.sum()),
     }
     return jnp.stack([outputs[spot] for spot in np.ndindex(COUNTED.shape)]).reshape(x.shape), losses
@@ -432,7 +432,7 @@ def _shapes(config):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("padded", [True, False])
-def test_rows_and_tokens_are_counted_once_where_sequences_are_cut(padded):
+def test_tokens_are_counted_once_where_sequences_are_cut(padded):
     """Without segments the padding rows of a short batch are known by their mask, and without a mask all count."""
     rows = 7 if padded else 8
     batch = {"tokens": _batch()["tokens"][:rows]}
@@ -448,8 +448,7 @@ def test_rows_and_tokens_are_counted_once_where_sequences_are_cut(padded):
     fb = jaxfb.get_forward_backward_func(jaxfb.make_mesh(context=2, expert=2))
     params = init_params(LAW, jax.random.key(3), jnp.float64)
     terms = fb(model, params, batch, plan, forward_only=True).terms
-    assert terms["balance"].weight == LAW.num_layers * rows
-    assert terms["router_z"].weight == LAW.num_layers * rows * LENGTH
+    assert terms["balance"].weight == terms["router_z"].weight == LAW.num_layers * rows * LENGTH
 
 
 def test_an_even_row_has_a_balance_loss_of_one():

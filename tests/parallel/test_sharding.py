@@ -12,6 +12,7 @@ from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params
 from jaxfb.parallel.sharding import (
     adopt,
+    by_program,
     cuts_experts,
     dim_of,
     manual_part,
@@ -186,3 +187,20 @@ def test_only_what_was_committed_elsewhere_is_moved():
     assert moved["free"] is tree["free"]
     assert isinstance(moved["host"], np.ndarray) and not np.shares_memory(moved["host"], tree["host"])
     assert moved["elsewhere"].sharding == target
+
+
+def test_a_program_that_moves_arrays_is_made_once_for_the_same_places():
+    """As at each rollout of several processes."""
+    mesh = make_mesh(fsdp=2)
+    tree = {"a": np.arange(8.0), "b": np.arange(4.0)}
+    shards, whole = NamedSharding(mesh, P("fsdp")), NamedSharding(mesh, P())
+    cut = jax.device_put(tree, shards)
+    other = jax.tree.map(lambda leaf: leaf + 1, cut)
+    before, traced = by_program(cut, {"a": whole, "b": shards}), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "jit", lambda *args, **options: traced.append(args))
+        after = by_program(other, {"a": whole, "b": shards})
+    assert not traced
+    for moved in (before, after):
+        assert moved["a"].sharding == whole and moved["b"].sharding == shards
+    np.testing.assert_array_equal(after["a"], tree["a"] + 1)
