@@ -81,7 +81,7 @@ def mesh_sizes(given: dict[str, int], num_devices: int, platform: str, processes
     )
 
 
-def axis_size(mesh: Mesh | None, *axes: str) -> int:
+def axis_size(mesh: Mesh | AbstractMesh | None, *axes: str) -> int:
     """Returns product of the sizes of those axes; an axis that the mesh lacks counts 1."""
     return 1 if mesh is None else math.prod(mesh.shape.get(axis, 1) for axis in axes)
 

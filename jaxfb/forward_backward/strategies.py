@@ -18,7 +18,7 @@ from jaxfb.forward_backward.in_place import InPlace
 from jaxfb.forward_backward.layers.execution import Execution, is_cut_over
 from jaxfb.forward_backward.layers.last_microbatch import LastMicrobatch, cuts_layers
 from jaxfb.forward_backward.layers.remat import checkpoint_layer
-from jaxfb.forward_backward.layers.stage import WRITTEN_OUT
+from jaxfb.forward_backward.layers.stage import layers_written_out
 from jaxfb.forward_backward.loss_function.loss import checked
 from jaxfb.forward_backward.pipeline.buffers import Weights
 from jaxfb.forward_backward.pipeline.executor import Executor
@@ -220,7 +220,7 @@ class Pipelining:
     def _executor(self, schedule: Schedule, prepared: Weights, model: Pipelined) -> Executor:
         """Returns what runs a schedule; model: over the trained leaves of `outer` alone, where some are frozen."""
         execution, program = self.execution, schedule.program
-        options = {"padded": not self.layout.even, "written_out": WRITTEN_OUT}
+        options = {"padded": not self.layout.even, "written_out": layers_written_out()}
         stage = execution.stage(self.model, self.layout.longest, True, schedule.num_pieces, **options)
         specs = execution.trained(outer_params(execution.specs), "outer")
         cut = jax.tree.map(partial(is_cut_over, axis="pipe"), specs)

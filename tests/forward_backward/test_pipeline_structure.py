@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import toy
 from flax import nnx
+from jax.sharding import AbstractDevice, AbstractMesh
 
 import jaxfb
 from jaxfb.forward_backward.layers.ahead import Ahead
 from jaxfb.forward_backward.layers.layer_passes import Layers, StageInputs
 from jaxfb.forward_backward.layers.slot import Slot, empty_slots
-from jaxfb.forward_backward.layers.stage import Stage
+from jaxfb.forward_backward.layers.stage import Stage, layers_written_out
 from jaxfb.forward_backward.layers.target import Target
 from jaxfb.forward_backward.sequential import layer_output
 from jaxfb.hlo import collectives, traffic
@@ -294,3 +295,14 @@ def test_buffers_on_the_host_are_not_made_of_zeros_on_the_device(platform):
     make = jax.jit(lambda: empty_slots(shapes, 3, on_host=True))
     program = make.trace().lower(lowering_platforms=(platform,)).as_text()
     assert "AllocateBuffer" in program and "broadcast" not in program
+
+
+@pytest.mark.parametrize(
+    "platform, experts, number", [("tpu", 2, 0), ("tpu", 1, 4), ("gpu", 2, 4), ("cpu", 2, 4)]
+)
+def test_backwards_of_layers_that_exchange_rows_of_experts_are_a_loop_on_tpus(platform, experts, number):
+    """Written out, all layers have the memory of their rows at once."""
+    device = AbstractDevice(device_kind="any", platform=platform, num_cores=None)
+    mesh = AbstractMesh((2, experts), ("pipe", "expert"), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert layers_written_out() == number
