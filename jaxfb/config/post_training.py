@@ -30,9 +30,8 @@ from jaxfb.models.adapted import LoRA
 from jaxfb.parts import PREFERENCES
 from jaxfb.refusal import Refused, shown
 
-ACCURACY = (
-    "eval/accuracy"  # of greedy answers to held-out problems, the one number by which policies are evaluated
-)
+ACCURACY = "eval/accuracy"
+"""Of greedy answers to held-out problems: the one number by which policies are evaluated."""
 
 
 @dataclass(frozen=True)

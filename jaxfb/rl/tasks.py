@@ -230,7 +230,7 @@ def check_unchanged(task: Task, problems: Problems, places: Iterable[int]) -> No
     now, before = task.train, problems.train
     if len(now) != len(before):
         change = f"has {len(now)} problems and had {len(before)}"
-    elif others := [at for at in places if now[at] != before[at]]:
+    elif others := [at for at in places if _read(now[at]) != _read(before[at])]:
         at = others[0]
         change = f"has {_short(now[at].prompt)} as problem {at} and had {_short(before[at].prompt)}"
     else:
@@ -261,6 +261,11 @@ def _check_members(task: Any) -> None:
         raise Refused(f"[task] {task!r} lacks {', '.join(missing)}; see jaxfb.rl.tasks.Task")
     for name in ("reward", "is_correct"):
         function(name, getattr(task, name), "(problem, response)", who="[task]")
+
+
+def _read(problem: Problem) -> tuple[Any, str]:
+    """Returns what is read of a problem: it may be any object, and made anew each time that its list is read."""
+    return problem.prompt, problem.answer
 
 
 def _listed(name: str, problems: Any, use: str) -> list[Problem]:

@@ -1,5 +1,7 @@
 """The problems of a policy have a fingerprint: processes with others stop, and a run is not resumed with others."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -118,3 +120,22 @@ def test_a_task_that_changes_its_problems_at_its_trial_is_refused():
     task.change = task.train.clear
     with pytest.raises(BadJudgement, match="train has 0 problems and had 3 when the run began"):
         work(task)
+
+
+class MadeWhenRead:
+    """A list that makes each problem, an object of no special class, when it is read."""
+
+    def __init__(self, words):
+        self.words = words
+
+    def __len__(self):
+        return len(self.words)
+
+    def __getitem__(self, place):
+        return SimpleNamespace(prompt=self.words[place], answer="a", made=object())
+
+
+def test_problems_that_are_made_when_they_are_read_are_the_same_problems():
+    task = Words()
+    task.train = MadeWhenRead(WORDS)
+    assert judged(work(task).experience)[0].all()
