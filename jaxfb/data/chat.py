@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
+import yaml
 
 from jaxfb.data.jinja import compile_template
 from jaxfb.data.tokenizer import Tokenizer
@@ -284,9 +285,22 @@ def read_chat(directory: str | Path, tokenizer: Tokenizer) -> Chat | None:
 
 
 def saved_chat(directory: str | Path, tokenizer: Tokenizer) -> Chat | None:
-    """Reads the chat of a run's directory: its own, or that of the model that it was imported from (`RUN/hf`)."""
+    """Reads the chat of a run's directory: its own, or that of the model that it was imported from (`RUN/hf`).
+
+    Runs of earlier versions have the name of their template in config.yaml alone.
+    """
     places = (Path(directory), Path(directory) / "hf")
-    return next((chat for place in places if (chat := read_chat(place, tokenizer))), None)
+    found = next((chat for place in places if (chat := read_chat(place, tokenizer))), None)
+    if found is None and (name := _template_in_config(Path(directory) / "config.yaml")) is not None:
+        return make_chat(tokenizer, name)
+    return found
+
+
+def _template_in_config(path: Path) -> str | None:
+    """Returns the built-in template that a run of `sft` or `dpo` was made with; None for other runs and none."""
+    values = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    sections = [values.get(name) or {} for name in ("conversations", "preferences")]
+    return next((name for one in sections if (name := one.get("template")) in BUILT_IN), None)
 
 
 _VARIABLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")

@@ -33,7 +33,7 @@ from jaxfb.refusal import Refused
 from jaxfb.rl.advice import planned
 from jaxfb.rl.critic import Critic
 from jaxfb.rl.experience import Experience, Models
-from jaxfb.rl.resume import refuse_other_rollout
+from jaxfb.rl.resume import refuse_ids_without_probability, refuse_other_rollout
 from jaxfb.rl.rows import Rows, cut
 from jaxfb.rl.sampler import Sampler, to_devices
 from jaxfb.rl.start import Base, make_base, row_multiple
@@ -79,6 +79,7 @@ class PolicyWork(PostTraining):
         reward = self._config.reward
         self._kl = AdaptiveKL(reward.kl_coef, reward.target or 1.0, reward.horizon)
         self._keeps_kl = True  # unless a resumed run is to steer it otherwise
+        self._checks_ids = False  # until a run is resumed
         if self.critic:
             self.critic.say = lambda text: self.say(text)
 
@@ -166,11 +167,15 @@ class PolicyWork(PostTraining):
         # a coefficient that was steered continues from where it is, unless it is to be steered otherwise from now on
         changes = changes_between(record["config"], self._config)
         self._keeps_kl = not any(key.startswith("reward.") for key, _, _ in changes)
+        self._checks_ids = not allow_changes
 
     def restore(self, state: PyTree, record: Mapping[str, Any], allow_changes: bool) -> None:
         rows, host = state.pop("rollout"), record["work"]
         self._reference = state.pop("reference", None)
         self._rows = {name: np.asarray(leaf) for name, leaf in rows.items()}
+        if self._checks_ids and record["update"] % self.plan.updates_per_rollout:
+            targets, mask = self._rows["targets"], self._rows["loss_mask"]
+            refuse_ids_without_probability(targets, mask, self.base.absent_ids, record["update"])
         if self.critic:
             self.critic.state = TrainState(**state.pop("critic"))
         self.train_state = TrainState(**state)

@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from jaxfb.config.post_training import RLConfig
+from jaxfb.losses.vocabulary.logits import IdRanges
 from jaxfb.refusal import Refused
-from jaxfb.training.persistence.changes import ABSENT, Change, changes_between
+from jaxfb.training.persistence.changes import ABSENT, FLAG, Change, changes_between
 
 # What a rollout's rows were made by, and what its updates compare them with.
 OF_A_ROLLOUT = (
@@ -47,6 +50,29 @@ def refuse_other_rollout(saved: Mapping[str, Any], config: RLConfig, update: int
             f"[run] update {update} lies in the middle of a rollout, whose rows were made by the saved settings: "
             f"it cannot continue with {_words(changed)}; keep the saved values until update "
             f"{update - passed + per_rollout}, where the next rollout begins"
+        )
+
+
+def refuse_ids_without_probability(
+    targets: np.ndarray, mask: np.ndarray, absent_ids: IdRanges, update: int
+) -> None:
+    """Refuses the rest of a rollout whose responses contain ids that are never sampled.
+
+    Earlier versions sampled every id of the model's vocabulary. Such an id has no probability now, and the log-probs
+    that are saved with it were computed with one, so that no ratio of the rollout would be that of the policy.
+
+    targets, mask: i32 and a number [R, S], of the rollout. update: how many updates are done.
+
+    Raises:
+      ValueError: a response contains such an id.
+    """
+    ids = targets[mask != 0]
+    if found := [int(i) for first, end in absent_ids for i in ids[(ids >= first) & (ids < end)]]:
+        raise Refused(
+            f"[run] update {update} lies in the middle of a rollout in which an earlier version of jaxfb sampled ids "
+            f"that the tokenizer lacks, such as {min(found)} ({len(found)} of {ids.size}); they have no probability "
+            "now, so its updates cannot go on; begin a new run with start.run=the saved run's directory, or use "
+            f"{FLAG} to continue anyway"
         )
 
 

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from jaxfb.data.chat import make_chat, read_chat
+from jaxfb.data.chat import make_chat, read_chat, saved_chat
 from jaxfb.data.conversations import cut_to
 from jaxfb.data.jinja import compile_template
 from jaxfb.data.tokenizer import END_TOKEN, ByteTokenizer, load_tokenizer
@@ -306,3 +306,21 @@ def test_a_row_of_three_slots_holds_the_first_four_tokens():
     ids, counts = cut_to([np.arange(6), np.arange(2)], [np.arange(6) > 1, np.arange(2) > 0], 3)
     assert [one.tolist() for one in ids] == [[0, 1, 2, 3], [0, 1]]
     assert [one.tolist() for one in counts] == [[False, False, True, True], [False, True]]
+
+
+@pytest.mark.parametrize("section", ["conversations", "preferences"])
+def test_a_run_of_an_earlier_version_has_its_template_by_the_name_in_its_config(tmp_path, section):
+    (tmp_path / "config.yaml").write_text(f"{section}: {{template: plain}}\n")
+    tokenizer = ByteTokenizer()
+    found = saved_chat(tmp_path, tokenizer)
+    assert found is not None and found == make_chat(tokenizer, "plain")
+    found.save(tmp_path)
+    (tmp_path / "config.yaml").write_text(f"{section}: {{template: chatml}}\n")
+    assert saved_chat(tmp_path, tokenizer).template == "plain"  # what the run saved goes first
+
+
+def test_a_run_on_text_has_no_chat(tmp_path):
+    (tmp_path / "config.yaml").write_text("data: {source: text}\n")
+    assert saved_chat(tmp_path, ByteTokenizer()) is None
+    (tmp_path / "config.yaml").write_text("conversations: {template: null}\n")
+    assert saved_chat(tmp_path, ByteTokenizer()) is None

@@ -26,6 +26,7 @@ NOT_DATA = {
     "another directory, or the settings of the run that is saved in it": """
         checkpoint/store.py::CheckpointStore.save data/loader.py::Loader.restore
         pretrained/new_directory.py::check_new
+        rl/resume.py::refuse_ids_without_probability
         rl/work.py::PostTraining.check_same_text training/persistence/changes.py::check_changes
         training/guarding/dump.py::read_dump training/loop.py::_check_stop training/rows/own_rows.py::_Indexed.restore
         training/rows/own_rows.py::_check_kind training/run_dir.py::RunDirectory.check

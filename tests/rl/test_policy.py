@@ -3,12 +3,13 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxfb.batch_plan import PlanError
 from jaxfb.cli.commands import main
-from jaxfb.config import RLConfig
+from jaxfb.config import RLConfig, config_to_dict
 from jaxfb.config.load import config_from_dict
 from jaxfb.losses.advantages import grpo
 from jaxfb.rl import post_train
@@ -301,6 +302,34 @@ def test_ids_that_the_tokenizer_lacks_are_never_sampled_and_rewards_see_the_ids(
     assert record["sampler_gap"] < 1e-12
     np.testing.assert_allclose(metrics.metrics["ratio"], 1, atol=1e-12)
     assert np.log(200) < metrics.metrics["policy_entropy"] < np.log(257)
+
+
+def test_a_rollout_of_an_earlier_version_with_ids_that_are_never_sampled_does_not_go_on(tmp_path):
+    """Its saved log-probs are of another policy: a run went on with ratios of 1e-9."""
+    settings = config(tmp_path)
+    work = make_policy_work(settings, Evens(1, "+", 10))
+    work.start(lambda text: None)
+    one_update(work, 0)
+    record = {"update": 1, "plan": work.to_dict(), "config": config_to_dict(settings), **work.host(1)}
+
+    def resumed(allow_changes=False, update=1):
+        again = make_policy_work(settings, Evens(1, "+", 10))
+        at = {**record, "update": update}
+        again.check_resume(at, allow_changes)
+        again.restore(jax.tree.map(jnp.copy, work.state()), at, allow_changes)
+
+    resumed()
+    mask, targets = work._rows["loss_mask"], work._rows["targets"].copy()
+    targets[mask == 0] = 300  # of a prompt or of padding: nothing was sampled
+    work._rows["targets"] = targets
+    resumed()
+    targets[tuple(np.argwhere(mask != 0)[-1])] = 383
+    with pytest.raises(
+        ValueError, match=r"update 1 .* such as 383 \(1 of \d+\); .*start.run=.*--allow-changes"
+    ):
+        resumed()
+    resumed(allow_changes=True)
+    resumed(update=work.plan.updates_per_rollout)  # its rows were used
 
 
 def test_a_response_that_ends_exactly_at_the_limit_is_not_counted_as_cut():
