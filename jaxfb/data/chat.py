@@ -298,8 +298,14 @@ def saved_chat(directory: str | Path, tokenizer: Tokenizer) -> Chat | None:
 
 def _template_in_config(path: Path) -> str | None:
     """Returns the built-in template that a run of `sft` or `dpo` was made with; None for other runs and none."""
-    values = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    sections = [values.get(name) or {} for name in ("conversations", "preferences")]
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return None  # a directory of Hugging Face files may have any file of that name
+    named = values if isinstance(values, Mapping) else {}
+    sections = [
+        one for name in ("conversations", "preferences") if isinstance(one := named.get(name), Mapping)
+    ]
     return next((name for one in sections if (name := one.get("template")) in BUILT_IN), None)
 
 

@@ -319,8 +319,18 @@ def test_a_run_of_an_earlier_version_has_its_template_by_the_name_in_its_config(
     assert saved_chat(tmp_path, tokenizer).template == "plain"  # what the run saved goes first
 
 
-def test_a_run_on_text_has_no_chat(tmp_path):
-    (tmp_path / "config.yaml").write_text("data: {source: text}\n")
-    assert saved_chat(tmp_path, ByteTokenizer()) is None
-    (tmp_path / "config.yaml").write_text("conversations: {template: null}\n")
+@pytest.mark.parametrize(
+    "text",
+    [
+        "data: {source: text}",
+        "conversations: {template: null}",
+        "",
+        "- plain",
+        "preferences: [plain]",
+        "a: b: c",
+        "\xff",
+    ],
+)
+def test_a_config_without_the_name_of_a_template_is_no_chat(tmp_path, text):
+    (tmp_path / "config.yaml").write_text(text, encoding="latin-1")
     assert saved_chat(tmp_path, ByteTokenizer()) is None
