@@ -53,7 +53,7 @@ class SavedSteps:
             instance("keep_best", keep_best, str, "the name of a metric, or None", who=WHO)
         self.directory = epath.Path(directory).absolute()
         self.keep_best = keep_best
-        self.best_is = best_is and choice("best_is", best_is, EXTREMES, who=WHO)
+        self.best_is = None if best_is is None else choice("best_is", best_is, EXTREMES, who=WHO)
         self._damaged: set[int] = set()
 
     def check_fit(self, abstract_state: Any, step: int, partial: bool = False) -> None:
