@@ -2,8 +2,7 @@
 
 Before forward_backward where the plan has a token budget. Array rows hold one row each, or with packing several,
 distinguished by `segments` (1.., 0 is padding), each with `positions` from 0 at its first token unless the batch has
-them. A value per
-row becomes, with packing, that value at each of its tokens.
+them. A value per row becomes, with packing, that value at each of its tokens.
 """
 
 from __future__ import annotations

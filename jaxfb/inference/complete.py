@@ -14,7 +14,7 @@ from jaxfb.data.tokenizer import Tokenizer
 from jaxfb.inference.model import Model
 from jaxfb.inference.prompts import Message, Prompt, check_prompt
 from jaxfb.models.generate import generate, stream
-from jaxfb.parallel.sharding import by_program
+from jaxfb.parallel.sharding import moved_by_program
 from jaxfb.refusal import Refused, integer, is_several, number, refuse
 from jaxfb.training.machine import check_continuation
 
@@ -130,7 +130,7 @@ def _drawn(model: Model, prompts: list, how: Sampling, ends: tuple[int, ...], fi
     if log_probs.is_fully_addressable and np.isnan(jax.device_get(log_probs)).any():
         raise _not_finite(model)
     if not tokens.is_fully_addressable and model.mesh is not None:
-        tokens = by_program(tokens, NamedSharding(model.mesh, PartitionSpec()))
+        tokens = moved_by_program(tokens, NamedSharding(model.mesh, PartitionSpec()))
     return np.asarray(jax.device_get(tokens))
 
 

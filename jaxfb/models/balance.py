@@ -26,13 +26,14 @@ from jax import lax
 
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.pattern import stack_of
-from jaxfb.parallel.context import size_here
+from jaxfb.parallel.context import size_here, whole_rows
 from jaxfb.types import Counted, PyTree, Sum
 
 BALANCE, BATCH_BALANCE, ROUTER_Z = "balance", "batch_balance", "router_z"
 LOAD, ENTROPY, DROPPED = "expert_load", "router_entropy", "dropped_choices"
 _TOKENS_AT_ONCE = 4096
-"""Of a row whose sequences are compared with all its tokens: bounds the memory where the comparison is not fused."""
+"""How many tokens are compared with all others of their row at a time, which bounds the memory of the comparison where
+the compiler does not fuse it."""
 
 
 class Routing(NamedTuple):
@@ -97,11 +98,11 @@ def balance_of_sequences(
     counted_RT: jax.Array | None,
     segments_RT: jax.Array | None = None,
 ) -> Sum:
-    """Computes the sum over sequences of their tokens times sum_e f_e p_e, weight = tokens: DeepSeek-V3's loss.
+    """Computes DeepSeek-V3's sequence-wise loss: the sum over sequences of tokens * sum_e f_e p_e; weight = tokens.
 
-    f_e is an expert's share of the choices of a sequence, over an even share; p_e its mean probability there. So a
-    token pays, for each expert, its probability times f_e, and neither which sequences share a row or a microbatch nor
-    a cut over `context` is in the sum.
+    f_e is the share of a sequence's choices that went to expert e, divided by an even share, and p_e the expert's mean
+    probability in that sequence. Equivalently each token adds, for each expert, its probability times f_e. The sum is
+    therefore the same whichever sequences share a row or a microbatch, and however `context` cuts them.
 
     Args:
       segments_RT: i32[R, T], which sequence of its row a token is of; None: a row is one.
@@ -212,13 +213,13 @@ def _choices_in_sequence(
 ) -> jax.Array:
     """Returns [R, T, E], how often the whole sequence of a token chose each expert; [R, 1, E] without segments.
 
-    With segments it is a matrix product over the tokens of the row, exact as its factors are 0 and 1: for TPUs, on
-    which adding choices up by sequence, a scatter, takes longer.
+    With segments it is the product of two matrices of zeros and ones, which is exact: is token s in the sequence of
+    token t, and did s choose e. On TPUs this takes less time than a scatter that adds choices up by sequence.
     """
     chosen_RTE = _chosen(experts_RTK, counted_RT, num_experts)
     if segments_RT is None:
         return _over_context(chosen_RTE.sum(1, keepdims=True))
-    of_row_RT, chosen_RTE = _of_whole_rows(segments_RT), _of_whole_rows(chosen_RTE.astype(jnp.bfloat16))
+    of_row_RT, chosen_RTE = whole_rows(segments_RT), whole_rows(chosen_RTE.astype(jnp.bfloat16))
 
     def of_token(segment_R: jax.Array) -> jax.Array:
         is_same_RT = (segment_R[:, None] == of_row_RT).astype(jnp.bfloat16)
@@ -229,11 +230,6 @@ def _choices_in_sequence(
 
 def _counted_tokens(of_RT_: jax.Array, counted_RT: jax.Array | None) -> jax.Array:
     return jnp.asarray(math.prod(of_RT_.shape[:2])) if counted_RT is None else counted_RT.sum()
-
-
-def _of_whole_rows(x: jax.Array) -> jax.Array:
-    """Returns what all devices of `context` have of rows, [R, T, ...], the tokens in the order of the devices."""
-    return x if size_here() == 1 else lax.all_gather(x, "context", axis=1, tiled=True)
 
 
 def _over_context(x: jax.Array) -> jax.Array:

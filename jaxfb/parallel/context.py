@@ -85,7 +85,7 @@ def own_part(whole: jax.Array, dim: int) -> jax.Array:
 
 
 def whole_rows(x: jax.Array) -> jax.Array:
-    """Returns the whole rows [R, T] of an array of which this device has some tokens; `own_part` is its inverse."""
+    """Returns whole rows [R, T, ...] of an array of which this device has some tokens; `own_part` is its inverse."""
     if size_here() == 1:
         return x
     order = jnp.argsort(places_of_all(x.shape[1]))

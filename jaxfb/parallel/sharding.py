@@ -125,10 +125,14 @@ def adopt(tree: PyTree, targets: PyTree) -> PyTree:
     return tree if is_traced(tree) else jax.tree.map(move, tree, targets)
 
 
-def by_program(tree: PyTree, targets: PyTree) -> PyTree:
-    """Returns the same arrays in other places, moved by a program, as devices of several processes have to be.
+def moved_by_program(tree: PyTree, targets: PyTree) -> PyTree:
+    """Returns the arrays with other shardings, moved by a compiled program, in which all processes of a job take part.
 
-    The program is made once for the same shapes and places.
+    `jax.device_put` does the same within one process. The program is kept, and used again for the same shapes and
+    shardings.
+
+    Args:
+      targets: a NamedSharding for every leaf.
     """
     leaves, structure = jax.tree.flatten(tree)
     return structure.unflatten(_mover(tuple(jax.tree.leaves(targets)))(leaves))

@@ -18,7 +18,7 @@ from jaxfb.losses.vocabulary.logits import IdRanges
 from jaxfb.mesh import axis_size
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.generate import generate
-from jaxfb.parallel.sharding import by_program
+from jaxfb.parallel.sharding import moved_by_program
 from jaxfb.parallel.tensor import transformer_param_specs
 from jaxfb.refusal import Refused
 
@@ -86,7 +86,7 @@ class Sampler:
             params = jax.tree.map(lambda leaf: leaf.astype(self.compute_dtype), params)
         if jax.process_count() == 1:
             return jax.device_put(params, targets)
-        return by_program(params, targets)
+        return moved_by_program(params, targets)
 
     def __call__(
         self, placed: PyTree, prompts: list[np.ndarray], key: jax.Array | None, greedy: bool = False
@@ -108,7 +108,7 @@ class Sampler:
         )
         # on several processes each receives the rows of all, in their order
         whole = NamedSharding(self.mesh, P())
-        tokens, log_probs = map(np.asarray, by_program(tuple(drawn), (whole, whole)))
+        tokens, log_probs = map(np.asarray, moved_by_program(tuple(drawn), (whole, whole)))
         return _cut(tokens[: len(prompts)], log_probs[: len(prompts)], self.stop_tokens)
 
     def _padded(self, prompts: list[np.ndarray]) -> tuple[jax.Array, jax.Array]:

@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh
 
 import jaxfb
+from jaxfb.forward_backward import strategies
 from jaxfb.forward_backward.layers.ahead import Ahead
 from jaxfb.forward_backward.layers.layer_passes import Layers, StageInputs
 from jaxfb.forward_backward.layers.slot import Slot, empty_slots
@@ -306,3 +307,11 @@ def test_backwards_of_layers_that_exchange_rows_of_experts_are_a_loop_on_tpus(pl
     mesh = AbstractMesh((2, experts), ("pipe", "expert"), abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
         assert layers_written_out() == number
+
+
+def test_a_pipeline_makes_its_stages_with_that_number(monkeypatch):
+    made = []
+    monkeypatch.setattr(strategies, "layers_written_out", lambda: 0)
+    monkeypatch.setattr(Stage, "_is_written_out", lambda self, layers: bool(made.append(self._written_out)))
+    compiled("1f1b", 4)
+    assert set(made) == {0}

@@ -12,10 +12,10 @@ from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params
 from jaxfb.parallel.sharding import (
     adopt,
-    by_program,
     cuts_experts,
     dim_of,
     manual_part,
+    moved_by_program,
     optimizer_specs,
     param_specs,
     shardings,
@@ -196,10 +196,10 @@ def test_a_program_that_moves_arrays_is_made_once_for_the_same_places():
     shards, whole = NamedSharding(mesh, P("fsdp")), NamedSharding(mesh, P())
     cut = jax.device_put(tree, shards)
     other = jax.tree.map(lambda leaf: leaf + 1, cut)
-    before, traced = by_program(cut, {"a": whole, "b": shards}), []
+    before, traced = moved_by_program(cut, {"a": whole, "b": shards}), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "jit", lambda *args, **options: traced.append(args))
-        after = by_program(other, {"a": whole, "b": shards})
+        after = moved_by_program(other, {"a": whole, "b": shards})
     assert not traced
     for moved in (before, after):
         assert moved["a"].sharding == whole and moved["b"].sharding == shards

@@ -37,12 +37,12 @@ into VMEM otherwise. More layers make the program larger for nothing: their sums
 
 
 def layers_written_out() -> int:
-    """Returns of how many layers, at most, a pipeline's backwards are written out where the caller is traced.
+    """Returns the `written_out` of a pipeline's stages on the mesh in context: 0 on TPUs with an expert axis.
 
-    None over an expert axis of TPUs. Their compiler allocates the uninitialized arrays into which rows of experts are
-    received where the computation that they are in begins, so that those of all layers written out there are alive at
-    once, also those of a tick outside the loop over ticks while that runs. Two layers of 8 experts, v5p:2x2x4, pipe 2 x
-    fsdp 4 x expert 2, take 10.6 GB in a loop for 16.0 GB written out, in as much time (libtpu 0.0.48).
+    There each layer receives rows of tokens into arrays without initial values. The TPU compiler gives such an array
+    memory from the beginning of the computation that contains it, so layers that are written out in one computation
+    have theirs all at once; the body of a loop contains those of one layer. Two layers of 8 experts a device on
+    v5p:2x2x4, pipe 2 x fsdp 4 x expert 2: 16.0 GB written out, 10.6 GB in a loop, the same time (libtpu 0.0.48).
     """
     experts = axis_size(jax.sharding.get_abstract_mesh(), "expert")
     return 0 if experts > 1 and platform_here() == "tpu" else WRITTEN_OUT
