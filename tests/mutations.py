@@ -1809,6 +1809,13 @@ MUTATIONS = (
         "training/test_hosts.py::test_processes_with_other_flags_of_the_compiler_differ",
     ),
     Mutation(
+        "fingerprint_of_a_part_of_the_code",
+        "training/job/versions.py",
+        "Path(jaxfb.__file__).parent, hashlib",
+        "Path(__file__).parent, hashlib",
+        "training/test_versions.py::test_every_file_of_jaxfb_is_in_the_fingerprint_of_its_code",
+    ),
+    Mutation(
         "coordinator_that_ends_the_job_without_a_sentence",
         "training/job/hosts.py",
         "elif not briefly(self._is_served, False,",

@@ -16,7 +16,7 @@ from jaxfb.planner.formula.estimate import Estimate
 from jaxfb.planner.gpu import version_of
 from jaxfb.planner.topology import Topology, parse_topology
 from jaxfb.planner.verdict import Verdict
-from jaxfb.training.job.agreement import source_fingerprint
+from jaxfb.training.job.versions import source_fingerprint
 
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")

@@ -17,7 +17,7 @@ from jaxfb.process.fault_points import reach
 from jaxfb.process.position import here
 from jaxfb.training.goodput import Goodput
 from jaxfb.training.guard import NonFiniteAbort, listed, trained, unsound_leaves
-from jaxfb.training.job.agreement import package_versions
+from jaxfb.training.job.versions import version_changes, versions
 from jaxfb.training.persistence.changes import changes_between, listing, skipped_too_late
 from jaxfb.training.persistence.local_tier import LocalTier, local_tier
 from jaxfb.training.persistence.resume import CheckpointSources
@@ -55,6 +55,7 @@ class Run(AbstractContextManager["Run"]):
     say:       prints a line above the progress.
     phases:    where the time goes.
     kept:      JSON values that the guards save with each checkpoint.
+    versions:  of all that decides the bits beside the config, read at the start: later no file may be opened.
     unwritten: records that metrics.jsonl did not take; saved with each checkpoint, and written when the run continues.
     goodput:   the share of the time that went into applied updates, and what took the rest.
     ending:    receives what is to be called when the run ends in any way, after all is saved.
@@ -77,6 +78,7 @@ class Run(AbstractContextManager["Run"]):
         self.goodput = Goodput(here.began, here.now)
         self.ending = ExitStack()
         self.kept: dict[str, Any] = {}
+        self.versions = versions()
         self.unwritten: list[dict[str, Any]] = []
         self._local: LocalTier | None = None
         self._opened: OpenDirectory | None = None
@@ -158,6 +160,8 @@ class Run(AbstractContextManager["Run"]):
         state, record, is_local = found
         if changes := listing(changes_between(record["config"], self.config)):
             self.say(f"changed since update {record['update']}:{changes}")
+        if changes := listing(version_changes(record.get("versions", {}))):
+            self.say(f"saved with other versions, so that numbers may differ from here on:{changes}")
         if late := skipped_too_late(record["config"], self.config, record["update"]):
             self.say(late)
         self.work.restore(state, record, allow_changes)
@@ -342,7 +346,7 @@ class Run(AbstractContextManager["Run"]):
             "metrics": self.metrics if self._evaluated_at == self.done else {},
             "config": config_to_dict(self.config),
             "plan": self.work.to_dict(),
-            "versions": {**package_versions(), "platform": jax.devices()[0].platform},
+            "versions": self.versions,
             "guard": self.kept,
             "goodput": self.goodput.save(),
             "unwritten": list(self.unwritten),

@@ -4,7 +4,6 @@ import errno
 import io
 import itertools
 import json
-import os
 import socket
 import threading
 import time
@@ -24,8 +23,7 @@ from jaxfb.config import load_config
 from jaxfb.config.operation import HostsConfig
 from jaxfb.process.position import Position
 from jaxfb.refusal import Refused, StorageError
-from jaxfb.training.job import agreement
-from jaxfb.training.job.agreement import check_agreement, package_versions, what_runs
+from jaxfb.training.job.agreement import check_agreement, what_runs
 from jaxfb.training.job.cluster import Place, find_place
 from jaxfb.training.job.hosts import Hosts, LostProcess
 from jaxfb.training.job.interrupt import Stopped
@@ -154,17 +152,6 @@ def test_who_differs_in_what_is_one_sentence():
         "[hosts] the 6 processes differ in config: jax is 0.10.2 on processes 0-4 but (absent) on process 5 (f); "
         "batch.rows is 8 on processes 0, 2-5 but 16 on process 1 (b); start all with the same"
     )
-
-
-def test_the_versions_that_a_save_records_are_read_once(tmp_path, monkeypatch):
-    """Where too many files were open, a run ended with the name of a package's file in place of its checkpoint's."""
-    package_versions()
-
-    def fails(name):
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    monkeypatch.setattr(agreement, "version", fails)
-    assert package_versions()["jax"] == jax.__version__
 
 
 def test_where_a_job_runs_is_no_difference(tmp_path):

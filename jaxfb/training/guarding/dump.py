@@ -22,7 +22,6 @@ from jaxfb.checkpoint.together import gathered
 from jaxfb.config import config_to_dict
 from jaxfb.refusal import Missing, Refused, StorageError
 from jaxfb.training.guard import by_path
-from jaxfb.training.job.agreement import package_versions
 from jaxfb.training.run_dir import write_json
 from jaxfb.training.session import Run
 from jaxfb.update.train_state import StepMetrics, TrainState
@@ -122,7 +121,7 @@ def write_dump(
             "reason": reason,
             "numbers": {} if metrics is None else bits_of(metrics),
             "config": config_to_dict(run.config),
-            "versions": {**package_versions(), "platform": jax.devices()[0].platform},
+            "versions": run.versions,
             "devices": jax.device_count(),
             "tree": tree,
             **origin,

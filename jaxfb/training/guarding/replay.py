@@ -16,8 +16,8 @@ from jaxfb.training.compile_cache import use_compile_cache
 from jaxfb.training.guard import described
 from jaxfb.training.guarding.dump import Dump, bits_of, read_dump
 from jaxfb.training.guarding.spike_guard import SpikeGuard
-from jaxfb.training.job.agreement import package_versions
 from jaxfb.training.job.hosts import Hosts
+from jaxfb.training.job.versions import version_changes
 from jaxfb.training.work import Work
 from jaxfb.types import Pipelined
 from jaxfb.update.train_state import StepMetrics
@@ -125,9 +125,7 @@ def _located(work: Work, number: int, batch: PyTree) -> tuple[Place, int] | None
 
 
 def _report_differences(dump: Dump) -> None:
-    here = {**package_versions(), "platform": jax.devices()[0].platform}
-    for name, version in dump.versions.items():
-        if here.get(name) != version:
-            print(f"the run had {name} {version}, here it is {here.get(name)}: the bits may differ")
+    for name, saved, here in version_changes(dump.versions):
+        print(f"the run had {name} {saved}, here it is {here}: the bits may differ")
     if jax.device_count() != dump.devices:
         print(f"the run had {dump.devices} devices, here are {jax.device_count()}: the bits may differ")

@@ -6,12 +6,8 @@ Processes that do not would wait for each other for ever, or worse: train on som
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
-import platform
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +16,9 @@ from jax.sharding import Mesh
 
 from jaxfb.config import Config, as_yaml, table
 from jaxfb.refusal import Refused
+from jaxfb.training.job.versions import SOURCE, package_versions, source_fingerprint
 from jaxfb.training.setup import Setup
 
-PACKAGES = ("jaxfb", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 FLAGS = (
     "jax_enable_x64",
     "jax_default_matmul_precision",
@@ -44,7 +40,7 @@ def what_runs(config: Config, **more: Any) -> dict[str, Any]:
     """
     keys = {name: value for name, value in table(config) if not name.startswith("hosts.")}
     flags = {name: getattr(jax.config, name) for name in FLAGS}
-    source = {"jaxfb's source": source_fingerprint()}
+    source = {SOURCE: source_fingerprint()}
     return {**keys, **package_versions(), **source, **flags, **compiler_flags(), **more}
 
 
@@ -83,29 +79,6 @@ def compiler_flags() -> dict[str, str]:
             if not any(part in name for part in OF_A_HOST):
                 found[f"{variable} {name}"] = value or "true"
     return found
-
-
-@cache
-def package_versions() -> Mapping[str, str]:
-    """Returns the versions of Python and of the packages that decide the bits.
-
-    They are read once: each save has them, also one at which no file can be opened.
-    """
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
-
-
-def source_fingerprint() -> str:
-    """Returns 16 hex digits of every Python file of the jaxfb that is imported."""
-    root, state = Path(__file__).parent.parent, hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        state.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
-    return state.hexdigest()[:16]
 
 
 def check_agreement(what: str, facts: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
