@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, Mesh
 
 from jaxfb.mesh import axis_size, manual_axes, platform_here
-from jaxfb.models.attention_kernels import cudnn, splash
+from jaxfb.models.attention_kernels import cudnn, splash, splash_whole
 from jaxfb.models.attention_kernels.blocked_attention import blocked_attention
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.layers import Linear, RMSNorm, fan_in_init, residual_init, statistics_dtype
@@ -147,7 +147,7 @@ def packed_attention(
     packed = segments is not None
     chosen = choose_backend(backend, query, key, packed=packed, plain=scores.are_plain)
     if chosen == "splash":
-        return splash.splash_attention(query, key, value, segments, scores, window=window)
+        return splash_whole.splash_attention(query, key, value, segments, scores, window=window)
     if chosen == "cudnn":
         return cudnn.causal(query, key, value, segments, window)
     mask = (segments[:, None, :, None] == segments[:, None, None, :]) if packed else None

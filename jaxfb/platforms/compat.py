@@ -341,26 +341,6 @@ def _widened(aval):
     return aval.update(dtype=jnp.dtype("float32")) if aval.dtype == jnp.bfloat16 else aval
 
 
-def splash_backward(
-    kernel: Any, residuals: tuple, cotangent: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the gradients of (q, k, v) of a splash kernel whose softmax is over more keys than it is given.
-
-    JAX's own derivative of a kernel takes the output and the normalizer of its keys alone.
-
-    Args:
-      kernel: a `SplashAttentionKernel` of one row, with blocks for the backward.
-      residuals: (q [H, T, K], k, v [G, S, K], SegmentIds or None, sinks or None, out [H, T, K], normalizer f32[H, T]),
-        the last two over all keys.
-      cotangent: of out.
-    """
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as module
-
-    masks = kernel.dq_mask_info, kernel.dkv_mask_info
-    found = module._splash_attention_bwd(**kernel.kwargs, res=(*residuals, *masks), do=cotangent)
-    return found[3], found[4], found[5]
-
-
 def replace_damaged_programs() -> None:
     """Removes what cannot be read in the compile cache, so that the program is written again once it is compiled.
 

@@ -20,7 +20,7 @@ from jaxfb.mesh import AXES
 from jaxfb.models import attend, attention
 from jaxfb.models.attend import context_method
 from jaxfb.models.attention import check_backend, choose_backend, packed_attention
-from jaxfb.models.attention_kernels import cudnn, splash, splash_gather, splash_ring
+from jaxfb.models.attention_kernels import cudnn, splash, splash_gather, splash_ring, splash_whole
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params, transformer
 from jaxfb.parallel.scores import Scores
@@ -62,7 +62,7 @@ def documents(rows: int) -> jax.Array:
 def small_blocks(monkeypatch):
     """Four of them, one of which is skipped."""
     monkeypatch.setattr(splash, "LARGEST_BLOCK", 128)
-    kernel = splash._kernel
+    kernel = splash_whole._kernel
     kernel.cache_clear()
     yield
     kernel.cache_clear()
@@ -95,7 +95,7 @@ def test_the_kernel_is_attention_and_its_gradient_is_too(kv_heads, packed, windo
         out, vjp = jax.vjp(scored, *inputs, *sinks)
         return out, *vjp(cotangent)
 
-    ours = jax.jit(lambda: with_gradient(partial(splash.splash_attention, **how, interpret=True)))
+    ours = jax.jit(lambda: with_gradient(partial(splash_whole.splash_attention, **how, interpret=True)))
     theirs = jax.jit(lambda: with_gradient(partial(packed_attention, **how, backend="xla")))
     for kernel, plain in zip(ours(), theirs(), strict=True):
         np.testing.assert_allclose(kernel, plain, rtol=0, atol=5e-6 * float(jnp.abs(plain).max()))
@@ -234,12 +234,12 @@ def traced_step(mesh, remat, context_attention="auto", **options):
 
 
 def runs(traced) -> dict[str, int]:
-    """How often one device runs each of the three kernels in an update."""
-    found = dict.fromkeys(("fwd", "dq", "dkv"), 0)
+    """How often one device runs each of the two kernels in an update."""
+    found = dict.fromkeys(("mha_fwd", "gradients"), 0)
     needed, _ = dce_jaxpr(traced.jaxpr.jaxpr, [True] * len(traced.jaxpr.jaxpr.outvars))
     for eqn, times in equations(needed):
         if eqn.primitive.name == "pallas_call":
-            found[re.match("splash_mha_([a-z]+)_", eqn.params["name"])[1]] += times
+            found[re.match("splash_(mha_fwd|gradients)_", eqn.params["name"])[1]] += times
     return found
 
 
@@ -267,12 +267,12 @@ RING = dict(context_attention="ring")
 def test_a_layer_runs_the_forward_kernel_once_unless_it_is_recomputed_whole(sizes, remat, options, forward):
     traced = traced_step(tpu_mesh(**sizes), remat, **options)
     found = runs(traced)
-    assert found["fwd"] == forward * found["dkv"] and found["dq"] == found["dkv"] > 0
+    assert found["mha_fwd"] == forward * found["gradients"] > 0
     if "pipe" not in sizes:
         turns = (
             sizes["context"] if options is RING else 1
         )  # a shard has one head of keys, so one group is gathered
-        assert found["dkv"] == 4 * 4 * turns  # layers, microbatches
+        assert found["gradients"] == 4 * 4 * turns  # layers, microbatches
     text = traced.lower(lowering_platforms=("tpu",)).as_text()
     assert "tpu_custom_call" in text and f"{LENGTH}x{LENGTH}" not in text
     assert not shared_functions_with_manual_parts(text)
@@ -300,9 +300,9 @@ def shared_functions_with_manual_parts(text: str) -> list[str]:
 @pytest.mark.slow
 def test_gradients_of_a_pipeline_are_those_of_one_device_and_plain_attention(monkeypatch):
     """The engine with the kernel interpreted, in float32: 2e-5 of the largest gradient of a leaf."""
-    kernel = splash._kernel
     monkeypatch.setattr(splash, "platform_here", lambda: "tpu")
-    monkeypatch.setattr(splash, "_kernel", lambda *sizes: kernel(*sizes[:-1], True))
+    interpreted = partial(splash_whole.splash_attention, interpret=True)
+    monkeypatch.setattr(splash_whole, "splash_attention", interpreted)
     plan, one = (jaxfb.BatchPlan(rows=4, rows_per_microbatch=size) for size in (1, 4))
     tokens = jax.random.randint(jax.random.key(1), (4, LENGTH), 0, 64)
     batch = {"tokens": tokens, "targets": tokens, "loss_mask": jnp.ones((4, LENGTH), jnp.float32)}

@@ -9,9 +9,9 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxfb.models.attention_kernels.splash import splash_attention
 from jaxfb.models.attention_kernels.splash_gather import _tables_of_all, splash_gathered
 from jaxfb.models.attention_kernels.splash_ring import splash_ring
+from jaxfb.models.attention_kernels.splash_whole import splash_attention
 from jaxfb.parallel import context
 from jaxfb.parallel.scores import Scores
 
@@ -33,25 +33,15 @@ def test_tables_name_the_blocks_that_a_device_sees_and_no_others(size, window):
     places = context.zigzag(SHARE * size, size)
     far = places[:, None] - places
     visible = (far >= 0) & (window is None or far < window)
-    of_queries, turned = (
-        (info.block_mask, info.data_next, info.mask_next, info.partial_mask_blocks)
-        for info in _tables_of_all(SHARE, size, window)
-    )
+    info = _tables_of_all(SHARE, size, window)
     for device in range(size):
-        found = np.zeros((2, SHARE, SHARE * size), int)
-        for kinds, others, masks, parts, by_keys in (
-            (*of_queries, False),
-            (*(x.swapaxes(1, 2) for x in turned), True),
-        ):
-            for one, turn in np.ndindex(kinds.shape[1:]):
-                kind, other = kinds[device, one, turn], others[device, one, turn]
-                query, key = (other, one) if by_keys else (one, other)
-                here = np.s_[
-                    int(by_keys), query * block : (query + 1) * block, key * block : (key + 1) * block
-                ]
-                found[here] += {0: 0, 1: parts[masks[device, one, turn]], 2: 1}[kind]
-        wanted = visible[device * SHARE : (device + 1) * SHARE]
-        np.testing.assert_array_equal(found, [wanted, wanted])
+        found = np.zeros((SHARE, SHARE * size), int)
+        for query, turn in np.ndindex(info.block_mask.shape[1:]):
+            place = device, query, turn
+            kind, key, part = info.block_mask[place], info.data_next[place], info.mask_next[place]
+            here = np.s_[query * block : (query + 1) * block, key * block : (key + 1) * block]
+            found[here] += {0: 0, 1: info.partial_mask_blocks[part], 2: 1}[kind]
+        np.testing.assert_array_equal(found, visible[device * SHARE : (device + 1) * SHARE])
 
 
 def exchanged(query, key, value, scores, *, segments, **how):

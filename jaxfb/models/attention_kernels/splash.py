@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfb.mesh import platform_here
-from jaxfb.parallel.scores import PLAIN, Scores
 from jaxfb.parallel.tensor import AXIS, automatic_axes
 from jaxfb.platforms.compat import config_value
 
@@ -25,35 +24,6 @@ KEPT = "splash_attention"
 LANES = 128
 LARGEST_BLOCK = 512
 LARGEST_HEAD = 256
-
-
-def splash_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    segments: jax.Array | None,
-    scores: Scores = PLAIN,
-    *,
-    window: int | None = None,
-    interpret: bool = False,
-) -> jax.Array:
-    """Computes causal attention inside each segment of each row: `packed_attention` by the kernel.
-
-    A Pallas call is one device's, so over `tensor` each shard calls it with its own heads (`on_head_shards`).
-    Grouped-query heads are not repeated.
-
-    Args:
-      query: float[R, T, H, K].  key, value: float[R, T, G, K].
-      segments: i32[R, T], or None.
-      scores, window: as those of `packed_attention`; blocks of which nothing is in it are skipped as well.
-      interpret: run the kernel step by step as plain JAX, on any platform: for tests.
-    Returns:
-      float[R, T, H, K].
-    """
-    kernel = _kernel(query.shape[2], query.shape[1], window, scores.softcap, interpret)
-    heads_first = [x.swapaxes(1, 2) for x in (scaled(query), key, value)]
-    one_row = lambda qkv, ids: kernel(*qkv, segment_ids(ids), scores.sinks)  # noqa: E731
-    return jax.vmap(one_row)(heads_first, segments).swapaxes(1, 2)
 
 
 def refusal(query: Any, key: Any) -> str | None:
@@ -124,38 +94,22 @@ def segment_ids(ids: jax.Array | None, of_keys: jax.Array | None = None) -> Any:
     return None if ids is None else splash.SegmentIds(q=ids, kv=ids if of_keys is None else of_keys)
 
 
-@lru_cache(maxsize=64)
-def _kernel(num_heads: int, length: int, window: int | None, softcap: float | None, interpret: bool) -> Any:
-    """Returns a function of one row: (q [H, T, K], k, v [G, T, K], SegmentIds or None, sinks [H] or None) -> [H, T, K].
+def made(mask: Any, num_heads: int, softcap: float | None, interpret: bool) -> Any:
+    """Returns a function of one row whose heads all have this mask, and its normalizers.
 
-    The backward is two kernels, one for queries and one for keys and values. The library's fused one computes scores
-    once for both, but keeps a gradient of the queries for every block of keys: memory that grows with T * T, and sums
-    of numbers rounded to the compute dtype.
+    (q [H, T, K], k, v [G, S, K], SegmentIds or None, sinks [H] or None) -> (out [H, T, K], (normalizer f32[H, T],)).
     """
-    from jax.experimental.pallas.ops.tpu import splash_attention as splash
-
-    if window is None:
-        mask = splash.CausalMask((length, length))
-    else:
-        mask = splash.LocalMask((length, length), window_size=(window - 1, 0), offset=0)
-    return made(mask, num_heads, softcap, interpret, residual_checkpoint_name=KEPT)
-
-
-def made(mask: Any, num_heads: int, softcap: float | None, interpret: bool, **more: Any) -> Any:
-    """Returns the kernel of one row whose heads all have this mask. more: of `make_splash_mha_single_device`."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask import MultiHeadMask
 
     block = block_size(mask.shape[0])
-    names = "q kv kv_compute q_dkv kv_dkv kv_dkv_compute q_dq kv_dq".split()
-    blocks: dict[str, Any] = {f"block_{name}": block for name in names}
     with jax.ensure_compile_time_eval():
         kernel = splash.make_splash_mha_single_device(
             mask=MultiHeadMask([mask for _ in range(num_heads)]),
-            block_sizes=splash.BlockSizes(**blocks),
+            block_sizes=splash.BlockSizes(block, block),
             attn_logits_soft_cap=softcap,
             interpret=interpret,
-            **more,
+            save_residuals=True,
         )
     # numbers of which blocks to visit: on the host, so that a program for other devices may hold them
     return jax.tree.map(np.asarray, kernel)
@@ -169,5 +123,5 @@ def for_sums(
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     masks = splash.CausalMask((length, length)), splash.FullMask((seen, seen))
-    own, others = (made(mask, num_heads, softcap, interpret, save_residuals=True) for mask in masks)
+    own, others = (made(mask, num_heads, softcap, interpret) for mask in masks)
     return own, others

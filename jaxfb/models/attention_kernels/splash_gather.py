@@ -21,6 +21,9 @@ import numpy as np
 from jax import lax
 
 from jaxfb.models.attention_kernels import splash
+from jaxfb.models.attention_kernels.splash_backward import Settings, attended, in_parts
+from jaxfb.models.attention_kernels.splash_order import seen_blocks, visits_of_devices
+from jaxfb.models.attention_kernels.splash_sums import Keys
 from jaxfb.parallel.collectives import gather_summing_wide
 from jaxfb.parallel.context import AXIS, size_here, zigzag
 from jaxfb.parallel.scores import PLAIN, Scores
@@ -66,32 +69,43 @@ def splash_gathered(
       float[R, T, H, K].
     """
     groups = next(number for number in range(MOST_GROUPS, 0, -1) if key.shape[2] % number == 0)
-    kernel = _kernel(query.shape[2] // groups, query.shape[1], window, scores.softcap, interpret)
+    length, heads, size = query.shape[1:]
+    settings = Settings(splash.block_size(length // 2), window, scores.softcap, interpret)
+    passes = _kernel(heads // groups, length, settings), _order(length, size, settings)
     ids = (None, None) if segments is None else (segments, lax.all_gather(segments, AXIS, axis=1, tiled=True))
     q, k, v = (jnp.split(jnp.swapaxes(x, 1, 2), groups, 1) for x in (splash.scaled(query), key, value))
     sinks = [None] * groups if scores.sinks is None else jnp.split(scores.sinks, groups)
-    found = [_attend(kernel, *group, ids) for group in zip(q, k, v, sinks, strict=True)]
+    found = [_attend(passes, *group, ids, settings) for group in zip(q, k, v, sinks, strict=True)]
     return jnp.swapaxes(jnp.concatenate(found, 1), 1, 2)
 
 
-def _attend(kernel: Any, q: jax.Array, k: jax.Array, v: jax.Array, sinks: Any, ids: tuple) -> jax.Array:
+def _attend(passes: tuple, q: jax.Array, k: jax.Array, v: jax.Array, sinks: Any, ids: tuple, settings) -> Any:
     """Returns [R, H, T, K] of a group of heads whose keys are gathered."""
-    whole = (gather_summing_wide(x, AXIS, 2) for x in (k, v))
-    one_row = lambda qkv, ids: kernel(*qkv, splash.segment_ids(*ids), sinks)  # noqa: E731
-    return jax.vmap(one_row)((q, *whole), ids)
+    (kernel, order), (own, of_all) = passes, ids
+    key, value = (gather_summing_wide(x, AXIS, 2) for x in (k, v))
+    return attended(kernel, order, q, Keys(key, value, of_all), own, sinks, settings)
 
 
-def _kernel(num_heads: int, length: int, window: int | None, softcap: float | None, interpret: bool) -> Any:
-    """Returns this device's kernel of one row."""
-    plain = _plain(num_heads, splash.block_size(length // 2), softcap, interpret)
-    of_all, device = _tables_of_all(length, size_here(), window), lax.axis_index(AXIS)
-    by_queries, by_keys = (
-        info._replace(
-            **{name: lax.dynamic_index_in_dim(getattr(info, name), device) for name in _OF_A_DEVICE}
-        )
-        for info in of_all
+def _kernel(num_heads: int, length: int, settings: Settings) -> Any:
+    """Returns this device's forward kernel of one row."""
+    plain = _plain(num_heads, settings.block, settings.softcap, settings.interpret)
+    of_all = _tables_of_all(length, size_here(), settings.window)
+    own = _of_this_device({name: getattr(of_all, name) for name in _OF_A_DEVICE})
+    return type(plain)(of_all._replace(**own), None, None, **plain.kwargs)
+
+
+def _order(length: int, size: int, settings: Settings) -> Any:
+    """Returns this device's visits of the backward."""
+    distances = _distances(length, size_here(), settings.block)
+    return _of_this_device(in_parts(distances, size, settings, visits_of_devices), keeps_dim=False)
+
+
+def _of_this_device(tables: Any, keeps_dim: bool = True) -> Any:
+    """Returns this device's part of tables [C, ...]."""
+    device = lax.axis_index(AXIS)
+    return jax.tree.map(
+        lambda x: lax.dynamic_index_in_dim(jnp.asarray(x), device, keepdims=keeps_dim), tables
     )
-    return type(plain)(by_queries, by_queries, by_keys, **plain.kwargs)
 
 
 @lru_cache(maxsize=64)
@@ -100,26 +114,25 @@ def _plain(num_heads: int, block: int, softcap: float | None, interpret: bool) -
     from jax.experimental.pallas.ops.tpu import splash_attention
 
     mask = splash_attention.FullMask((block, block))
-    return splash.made(mask, num_heads, softcap, interpret, residual_checkpoint_name=splash.KEPT)
+    return splash.made(mask, num_heads, softcap, interpret)
 
 
 _OF_A_DEVICE = ("data_next", "block_mask", "mask_next")
 
 
 @lru_cache(maxsize=16)
-def _tables_of_all(length: int, size: int, window: int | None) -> tuple[Any, Any]:
-    """Returns the tables [C, blocks of queries, of keys] of all devices: which keys' block is next, and whose queries'.
-
-    The second has the queries that see a block of keys in the order in which they are, along the first of the two dims.
-    """
+def _tables_of_all(length: int, size: int, window: int | None) -> Any:
+    """Returns the forward's tables [C, blocks of queries, W] of all devices: which keys' block is next."""
     block = splash.block_size(length // 2)
-    places = zigzag(length * size, size)[::block] // block
-    distances = places.reshape(size, -1, 1) - places
     masks, kinds = _masks(block, window)
-    by_queries, by_keys = (
-        _Table.of(of_one, block, window, kinds) for of_one in (distances, distances.swapaxes(1, 2))
-    )
-    return by_queries.info(masks), _Table(*(x.swapaxes(1, 2) for x in by_keys)).info(masks.swapaxes(1, 2))
+    return _Table.of(_distances(length, size, block), block, window, kinds).info(masks)
+
+
+@lru_cache(maxsize=16)
+def _distances(length: int, size: int, block: int) -> np.ndarray:
+    """Returns how many blocks the queries of each device are behind the keys of all, i32[C, of queries, of keys]."""
+    places = zigzag(length * size, size)[::block] // block
+    return places.reshape(size, -1, 1) - places
 
 
 def _masks(block: int, window: int | None) -> tuple[np.ndarray, np.ndarray]:
@@ -127,7 +140,7 @@ def _masks(block: int, window: int | None) -> tuple[np.ndarray, np.ndarray]:
 
     A distance is the number of blocks from the keys' to the queries' in the sequence.
     """
-    last = 0 if window is None else _seen_blocks(block, window) - 1
+    last = 0 if window is None else seen_blocks(block, window) - 1
     after = np.arange(block)[:, None] - np.arange(block)
     masks = {
         d: (after + d * block >= 0) & (window is None or after + d * block < window) for d in range(last + 1)
@@ -136,13 +149,8 @@ def _masks(block: int, window: int | None) -> tuple[np.ndarray, np.ndarray]:
     return np.stack([*partial.values()]), np.array([*partial])
 
 
-def _seen_blocks(block: int, window: int) -> int:
-    """Returns how many blocks of keys a block of queries sees in a window."""
-    return (window + block - 2) // block + 1
-
-
 class _Table(NamedTuple):
-    """Names for each device and block of queries the blocks of keys that it sees in turn; or the other way round.
+    """Names for each device and block of queries the blocks of keys that it sees in turn.
 
     others: i16[C, N, W], their numbers; behind the last that is seen, that one. seen: i8[C, N, W], 0 nothing more, 1 in
     part, 2 whole. mask: i8[C, N, W], the number of the mask of what is seen in part.
@@ -155,10 +163,8 @@ class _Table(NamedTuple):
     @classmethod
     def of(cls, distances: np.ndarray, block: int, window: int | None, kinds: np.ndarray) -> _Table:
         """Makes those of distances i32[C, N, M] between blocks; kinds: the distances that `_masks` has a mask of."""
-        number = (
-            distances.shape[2] if window is None else min(distances.shape[2], _seen_blocks(block, window))
-        )
-        visible = (distances >= 0) & (window is None or distances < _seen_blocks(block, window))
+        number = distances.shape[2] if window is None else min(distances.shape[2], seen_blocks(block, window))
+        visible = (distances >= 0) & (window is None or distances < seen_blocks(block, window))
         count = visible.sum(2, keepdims=True)
         step = np.minimum(np.arange(number), np.maximum(count - 1, 0))
         others = np.take_along_axis(np.argsort(~visible, 2, stable=True), step, 2)

@@ -21,13 +21,14 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxfb.models.attention_kernels import splash
+from jaxfb.models.attention_kernels.splash_backward import Settings, attended, in_parts, of_own, of_seen
+from jaxfb.models.attention_kernels.splash_order import in_order
 from jaxfb.models.attention_kernels.splash_sums import (
     Keys,
     Queries,
     Sums,
     attend,
     begun,
-    gradients,
     merged,
     sinks_gradient,
 )
@@ -70,7 +71,9 @@ def _in_window(q, k, v, past: Keys, scores: Scores, number, window: int, interpr
     """Returns [R, H, L, K]; past: [R, T, G, K] with the segments of the sequence."""
     length, whole = q.shape[2], past.key.shape[1]
     kernel = _window_kernel(q.shape[1], length, whole, window, scores.softcap, interpret)
+    settings = Settings(splash.block_size(length), window, scores.softcap, interpret)
     back, start = _reach(length, whole, window), number * length
+    distances = in_order(*((n // settings.block) for n in (length, back + length, back)))
     is_real = jnp.arange(back) >= back - start
 
     def before(x, nothing):
@@ -86,8 +89,8 @@ def _in_window(q, k, v, past: Keys, scores: Scores, number, window: int, interpr
         jnp.concatenate([before(old, 0).swapaxes(1, 2), new], axis=2)
         for old, new in ((past.key, k), (past.value, v))
     )
-    one_row = lambda q, k, v, *ids: kernel(q, k, v, splash.segment_ids(*ids), scores.sinks)  # noqa: E731
-    return jax.vmap(one_row)(q, keys, values, own, ids)
+    order = in_parts(distances, q.shape[3], settings)
+    return attended(kernel, order, q, Keys(keys, values, ids), own, scores.sinks, settings)
 
 
 def _reach(length: int, whole: int, window: int) -> int:
@@ -118,21 +121,30 @@ def _forward(q, k, v, past: Keys, sinks, number, softcap, interpret):
 
 def _backward(softcap, interpret, saved, d_out):
     q, k, v, past, sinks, number, out, normalizer = saved
-    own, earlier = splash.for_sums(q.shape[1], q.shape[2], q.shape[2], softcap, interpret)
     ids = _part(past.segments, number, q.shape[2])
     queries = Queries(q, ids, out, normalizer, d_out)
 
     def add(j, carry):
         d_query, of_keys = carry
-        more, *d_keys = gradients(earlier, queries, _piece(past, j, q.shape[2]))
-        put = lambda whole, d: lax.dynamic_update_slice_in_dim(whole, d.swapaxes(1, 2), j * q.shape[2], 1)  # noqa: E731
-        return d_query + more.astype(d_query.dtype), [*map(put, of_keys, d_keys)]
+        more, *d_keys = of_seen(queries, _piece(past, j, q.shape[2]), softcap, interpret)
+        return d_query + more, [put(*both, j) for both in zip(of_keys, d_keys, strict=True)]
 
-    d_query, d_key, d_value = gradients(own, queries, Keys(k, v, ids))
+    def put(whole, d, j):
+        d = d.swapaxes(1, 2).astype(whole.dtype)
+        return lax.dynamic_update_slice_in_dim(whole, d, j * q.shape[2], 1)
+
+    d_query, d_key, d_value = of_own(queries, Keys(k, v, ids), softcap, interpret)
     nothing = [jnp.zeros_like(past.key), jnp.zeros_like(past.value)]
-    d_query, (old_keys, old_values) = lax.fori_loop(0, number, add, (d_query.astype(jnp.float32), nothing))
+    d_query, (old_keys, old_values) = lax.fori_loop(0, number, add, (d_query, nothing))
     d_sinks = None if sinks is None else sinks_gradient(sinks, queries)
-    return d_query.astype(q.dtype), d_key, d_value, Keys(old_keys, old_values, None), d_sinks, None
+    return (
+        d_query.astype(q.dtype),
+        d_key.astype(k.dtype),
+        d_value.astype(v.dtype),
+        Keys(old_keys, old_values, None),
+        d_sinks,
+        None,
+    )
 
 
 _to_all.defvjp(_forward, _backward)
@@ -156,4 +168,4 @@ def _window_kernel(
 
     back = _reach(length, whole, window)
     mask = splash_attention.LocalMask((length, back + length), window_size=(window - 1, 0), offset=back)
-    return splash.made(mask, num_heads, softcap, interpret, residual_checkpoint_name=splash.KEPT)
+    return splash.made(mask, num_heads, softcap, interpret)

@@ -19,13 +19,13 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxfb.models.attention_kernels import splash
+from jaxfb.models.attention_kernels.splash_backward import of_own, of_seen
 from jaxfb.models.attention_kernels.splash_sums import (
     Keys,
     Queries,
     Sums,
     attend,
     begun,
-    gradients,
     merged,
     sinks_gradient,
 )
@@ -89,14 +89,12 @@ def _forward(q, k, v, sinks, segments, softcap, interpret):
 
 def _backward(softcap, interpret, residuals, d_out):
     q, k, v, sinks, segments, out, normalizer = residuals
-    own, half = splash.for_sums(q.shape[1], q.shape[2], q.shape[2] // 2, softcap, interpret)
     queries, keys = Queries(q, segments, out, normalizer, d_out), Keys(k, v, segments)
-    wide = partial(jax.tree.map, lambda x: x.astype(jnp.float32))
 
     def add(carry, step):
         d_query, keys, of_keys = carry
         places = _places(q.shape[2], step)
-        dq, *dkv = wide(gradients(half, _both(queries, places.queries), _both(keys, places.keys)))
+        dq, *dkv = of_seen(_both(queries, places.queries), _both(keys, places.keys), softcap, interpret)
         for number in range(2):
             piece = lambda x, n=number: jnp.split(x, 2)[n]  # noqa: E731
             d_query = _updated(d_query, places.queries[number], lambda x, p=piece: x + p(dq))
@@ -114,7 +112,7 @@ def _backward(softcap, interpret, residuals, d_out):
         return (d_query, behind, pass_on(of_keys)), None
 
     behind = pass_on(keys)
-    d_query, *of_keys = wide(gradients(own, queries, keys))
+    d_query, *of_keys = of_own(queries, keys, softcap, interpret)
     carry, _ = lax.scan(turn, (d_query, behind, pass_on(of_keys)), jnp.arange(1, size_here() - 1))
     d_query, _, of_keys = add(carry, size_here() - 1)
     d_key, d_value = pass_on(of_keys)

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxfb.models.attention_kernels import splash
-from jaxfb.platforms.compat import splash_backward
 
 
 class Keys(NamedTuple):
@@ -45,12 +44,14 @@ class Sums(NamedTuple):
     normalizer: jax.Array
 
 
-def attend(kernel: Any, queries: Queries, keys: Keys) -> tuple[jax.Array, jax.Array]:
-    """Returns (out [R, H, T, K], normalizer f32[R, H, T]) of these keys alone."""
+def attend(
+    kernel: Any, queries: Queries, keys: Keys, sinks: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (out [R, H, T, K], normalizer f32[R, H, T]) of these keys, and sinks, alone."""
 
     def one_row(queries, keys):
         ids = splash.segment_ids(queries.segments, keys.segments)
-        out, (normalizer,) = kernel(queries.query, keys.key, keys.value, ids)
+        out, (normalizer,) = kernel(queries.query, keys.key, keys.value, ids, sinks)
         return out, normalizer
 
     return jax.vmap(one_row)(queries, keys)
@@ -71,17 +72,6 @@ def merged(part: Sums, sums: Sums) -> Sums:
     shares = (jnp.exp(one.normalizer - normalizer)[..., None] for one in (sums, part))
     before, added = (one.out * share for one, share in zip((sums, part), shares, strict=True))
     return Sums(before + added, normalizer)
-
-
-def gradients(kernel: Any, queries: Queries, keys: Keys) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns these keys' part of the gradients of (query, key, value), by the normalizers of all keys."""
-
-    def one_row(queries, keys):
-        ids = splash.segment_ids(queries.segments, keys.segments)
-        saved = (queries.query, keys.key, keys.value, ids, None, queries.out, queries.normalizer)
-        return splash_backward(kernel, saved, queries.d_out)
-
-    return jax.vmap(one_row)(queries, keys)
 
 
 def sinks_gradient(sinks: jax.Array, queries: Queries) -> jax.Array:

@@ -12,13 +12,15 @@ from jaxfb.planner.formula import bias
 from jaxfb.planner.formula.pieces import waiting_turns
 from jaxfb.planner.topology import Topology
 
+_PRODUCTS = 7
+"""Of splash's kernels, two of them in the forward; without scores again in the backward there would be six."""
 _SCORE_BYTES = {"none": 30}
 """Read and written a query, key and head, where attention makes scores: of two models at two lengths; 35 where
 the forward runs again."""
 
 
 def flops_of_kernels(config: Config, sizes: TransformerConfig, topology: Topology, again: float) -> float:
-    """Counts what a token takes more of splash's kernels: scores twice more in the backward, of which there are seven
+    """Counts what a token takes more of splash's kernels: scores once more in the backward, of which there are five
     products in place of four, and blocks on the diagonal of which half is masked; of pieces of a sequence, the wait for
     late ones. Where all scores are made at once, those that are masked; on GPUs those that `bias.py` counts.
     """
@@ -37,7 +39,7 @@ def flops_of_kernels(config: Config, sizes: TransformerConfig, topology: Topolog
     turns = _blocks_over_seen(sizes, length, splash.block_size(together)) * waiting_turns(config)
     if not has_backward(config, sizes):
         return attention / 3 * (turns - 1)
-    return attention * ((1.5 + again) * turns - 1 - again)
+    return attention * ((_PRODUCTS / 6 + again) * turns - 1 - again)
 
 
 def _blocks_over_seen(sizes: TransformerConfig, length: int, block: int) -> float:

@@ -7,11 +7,14 @@ import re
 from collections.abc import Sequence
 
 from jaxfb.models.attention_kernels.splash import block_size
+from jaxfb.models.attention_kernels.splash_backward import NAME
 from jaxfb.models.tiles import OUTER_PRODUCT, PRODUCT
 
 _RAGGED = "ragged-dot"  # what XLA for TPUs makes of `lax.ragged_dot`
 _GROUPED_TABLES = 5
 _TABLES_ON_GPUS = 3
+_GRADIENTS = re.compile(rf"{NAME}_(\d+)")
+_PRODUCTS_OF_GRADIENTS = 5  # scores, their gradient, and those of queries, keys and values
 _SPLASH = re.compile(r"splash_mha_(fwd|dq|dkv)_")
 # scores and output; scores, their gradient and that of queries; scores, their gradient, those of keys and of values
 _PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
@@ -26,7 +29,8 @@ def kernel_flops(name: str, operands: Sequence[tuple[int, ...]], share: float = 
         then queries [R, H, T, K] and keys [R, G, S, K], or of one row [H, T, K], and others; of a causal mask the
         places of queries, without rows, or with three tables, of which each device has its own, the masks [N, block,
         block] last. A ragged product's are tables, rows [S, D] and matrices [L, D, F]; those of the kernels for GPUs in
-        `jaxfb.models.grouped_kernels` three tables, rows [S, D], and matrices or the other rows [S, F].
+        `jaxfb.models.grouped_kernels` three tables, rows [S, D], and matrices or the other rows [S, F]. Those of
+        `splash_backward` are three tables [N] of visits and queries [R, H, T, K].
       share: of the rows of a ragged or grouped product, those that there are; the others are space for the worst case.
     """
     if name.startswith(_RAGGED):
@@ -35,6 +39,8 @@ def kernel_flops(name: str, operands: Sequence[tuple[int, ...]], share: float = 
         return share * _grouped_flops(*operands[_TABLES_ON_GPUS : _TABLES_ON_GPUS + 2])
     if _is_grouped(operands):
         return share * _grouped_flops(*operands[_GROUPED_TABLES : _GROUPED_TABLES + 2])
+    if found := _GRADIENTS.match(name):
+        return _gradients_flops(int(found[1]), operands)
     found = _SPLASH.match(name)
     if found is None:
         return 0.0
@@ -47,6 +53,12 @@ def kernel_flops(name: str, operands: Sequence[tuple[int, ...]], share: float = 
     else:
         pairs = _pairs(operands, length, keys, _is_causal(name, operands))
     return 2.0 * _PRODUCTS[found[1]] * math.prod(rows_and_heads) * size * pairs
+
+
+def _gradients_flops(block: int, operands: Sequence[tuple[int, ...]]) -> float:
+    """Counts a pair of blocks for each visit in the tables [N], of every row and head of queries [R, H, T, K]."""
+    (visits,), (rows, heads, _, size) = operands[0], operands[3]
+    return 2.0 * _PRODUCTS_OF_GRADIENTS * rows * heads * size * visits * block**2
 
 
 def _pairs_of_own(queries: int, keys: int, block: int, width: int) -> float:
