@@ -13,7 +13,9 @@ import optax
 from jax.sharding import Mesh
 
 from jaxfb.batch_plan import BatchPlan, RunPlan
+from jaxfb.config.adapters import trained_patterns
 from jaxfb.config.custom import CustomConfig
+from jaxfb.forward_backward.arguments import check_params
 from jaxfb.forward_backward.loss_function.padding import check_padding
 from jaxfb.forward_backward.sequential import as_loss_fn
 from jaxfb.mesh import make_mesh
@@ -138,12 +140,19 @@ class Custom(WindowedWork):
     def abstract_state(self) -> PyTree:
         return self.step_of(self.run_plan.train).abstract_state(self._init)
 
+    def check_resume(self, record: Mapping[str, Any], allow_changes: bool) -> None:
+        super().check_resume(record, allow_changes)
+        if not allow_changes:
+            self.rows.check_same(record["data"])
+
     def restore(self, state: PyTree, record: Mapping[str, Any], allow_changes: bool) -> None:
         self.rows.restore(record["data"])
         self.train_state = state
 
     def _init(self, key: jax.Array) -> PyTree:
-        return self._params(key) if is_init_function(self._params) else self._params
+        params = self._params(key) if is_init_function(self._params) else self._params
+        check_params(params, forward_only=False, trainable=trained_patterns(self.config))
+        return params
 
     def make_step(self, plan: BatchPlan) -> TrainStep:
         settings, clip = self.config.optimizer, {"max_grad_norm": self._max_grad_norm}

@@ -112,7 +112,12 @@ class StepStates:
         return self._donated(jax.block_until_ready(state))
 
     def abstract_state(self, params: Callable[[jax.Array], PyTree]) -> TrainState:
-        """Returns what `init` would return for a function key -> parameters, as shapes, dtypes and shardings."""
+        """Returns what `init` would return for a function key -> parameters, as shapes, dtypes and shardings.
+
+        Raises:
+          ValueError: `params` is not such a function, or a leaf that it makes is not a float array.
+        """
+        check_init_function(params)
         shapes = jax.eval_shape(self._creator(params), jax.random.key(0))
         return abstract(shapes, self.state_shardings(shapes))
 

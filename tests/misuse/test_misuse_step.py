@@ -330,6 +330,14 @@ def test_leaves_that_are_no_float_arrays_are_refused(step, params):
         step.init(params)
 
 
+@pytest.mark.parametrize(
+    "params", [PARAMS, dict, lambda: PARAMS, None], ids=["tree", "class", "no key", "None"]
+)
+def test_shapes_of_a_state_are_asked_for_with_a_function_of_a_key(step, params):
+    with pytest.raises(ValueError, match="^params must "):
+        step.abstract_state(params)
+
+
 def test_a_state_of_another_step_is_refused(step):
     of_adam = make_train_step(loss, optax.adam(0.1), None, PLAN).init(PARAMS)
     with pytest.raises(ValueError, match="state.opt_state is not of this step's optimizer"):

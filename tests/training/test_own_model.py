@@ -1,6 +1,7 @@
 """The trainer on a model of one's own: any loss, any rows, any optax transformation, and the same bits after a stop."""
 
 import itertools
+import json
 from typing import NamedTuple
 
 import chex
@@ -355,6 +356,37 @@ def test_data_of_another_kind_does_not_continue_a_run(tmp_path, capsys):
         trainer(tmp_path, data=iter(each)).train(resume=True)
 
 
+def other_rows():
+    return {**rows(), "y": 1 - rows()["y"]}
+
+
+def test_other_rows_of_the_same_number_do_not_continue_a_run_unasked(tmp_path):
+    """They were taken for the saved run's without a word."""
+    trainer(tmp_path, run={"stop_at": 2}).train()
+    with pytest.raises(ValueError, match="the saved run had other rows .fingerprint .* --allow-changes"):
+        trainer(tmp_path, data=other_rows()).train(resume=True)
+    store = CheckpointStore(tmp_path / "run" / "checkpoints", keep_best=None)
+    assert store.latest() == 2
+    done = trainer(tmp_path, data=other_rows()).train(resume=True, allow_changes=True)
+    assert done.status == "finished"
+
+
+def test_other_rows_of_a_source_are_refused_by_its_name():
+    def position(data):
+        return json.loads(json.dumps(own_rows(data, 0).position(8)))
+
+    half = {name: leaf[:4] for name, leaf in rows().items()}
+    other = jaxfb.data.Mixture({"a": other_rows(), "b": half}, {"a": 3, "b": 1})
+    again = jaxfb.data.Mixture({"a": rows(), "c": half}, {"a": 3, "c": 1})
+    saved = position(jaxfb.data.Mixture({"a": rows(), "b": half}, {"a": 3, "b": 1}))
+    own_rows(again, 0).check_same(saved)
+    own_rows(other, 0).check_same({"mixture": saved["mixture"]})  # of an earlier version
+    with pytest.raises(
+        ValueError, match="the source 'a' of the Mixture has other rows than in the saved run"
+    ):
+        own_rows(other, 0).check_same(saved)
+
+
 @pytest.mark.slow
 def test_callbacks_change_the_gradients_before_the_clip(tmp_path):
     """Halved twice, then clipped: a run with a quarter of the loss; the norm in the record is that of the changed."""
@@ -390,6 +422,14 @@ def test_callbacks_change_the_gradients_before_the_clip(tmp_path):
             r"a tuple of arrays could be either, got shapes \[\(24, 5\), ",
         ),
         ({"params": lambda: {}}, r"params must take \(key\)"),
+        (
+            {"params": {"w": "text"}},
+            r"every parameter must be an array, params\['w'\] is 'text'; leave it out",
+        ),
+        (
+            {"params": lambda key: {"w": np.array(["a"])}},
+            r"a float array to have a gradient, params\['w'\] is <U1",
+        ),
         ({"params": dict}, "a function from a key to one, got <class 'dict'>"),
         ({"callbacks": [Callback]}, r"Callback is a class; give an object of it, Callback\(...\)"),
         ({"evaluate": lambda params, batch: {}}, r"evaluate must take \(params\)"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import jax
@@ -45,6 +46,10 @@ class OwnRows(Protocol):
 
         It may have been read already, for an update that was not made.
         """
+        ...
+
+    def check_same(self, position: Mapping[str, Any]) -> None:
+        """Raises ValueError where a position was saved of rows with other values; it may have no fingerprint."""
         ...
 
     def restore(self, position: Mapping[str, Any]) -> None:
@@ -103,10 +108,23 @@ class _Indexed:
         return _batch(lambda place: self.row(self._order(window.start + place)), window, here)
 
     def fingerprint(self) -> str | None:
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str | None:
         return None if self._known is None else fingerprint(self._known, self.num_rows)
 
     def position(self, start: int) -> dict[str, Any]:
-        return {"num_rows": self.num_rows}  # the place among them follows from the number of updates
+        # the place among them follows from the number of updates
+        return {"num_rows": self.num_rows, "fingerprint": self.fingerprint()}
+
+    def check_same(self, position: Mapping[str, Any]) -> None:
+        saved, mine = position.get("fingerprint"), self.fingerprint()
+        if position.get("num_rows") == self.num_rows and _differ(saved, mine):
+            raise Refused(
+                f"[data] the saved run had other rows (fingerprint {saved}, these have {mine}); use its data, another "
+                "run.dir, or --allow-changes (allow_changes=True in a program) to continue with these"
+            )
 
     def restore(self, position: Mapping[str, Any]) -> None:
         _check_kind(position, "num_rows")
@@ -147,10 +165,22 @@ class _Mixed:
         return _batch(lambda place: self._row(window.start + place), window, here)
 
     def fingerprint(self) -> str | None:
-        return str({name: source.fingerprint() for name, source in self._sources.items()})
+        return str(self._fingerprints())
+
+    def _fingerprints(self) -> dict[str, str | None]:
+        return {name: source.fingerprint() for name, source in self._sources.items()}
 
     def position(self, start: int) -> dict[str, Any]:
-        return {"mixture": self._order.to_dict()}
+        return {"mixture": self._order.to_dict(), "fingerprints": self._fingerprints()}
+
+    def check_same(self, position: Mapping[str, Any]) -> None:
+        saved = position.get("fingerprints", {})
+        for name, mine in self._fingerprints().items():
+            if _differ(saved.get(name), mine):
+                raise Refused(
+                    f"[data] the source {name!r} of the Mixture has other rows than in the saved run; use its data, "
+                    "another run.dir, or give the new rows another name"
+                )
 
     def restore(self, position: Mapping[str, Any]) -> None:
         _check_kind(position, "mixture")
@@ -193,6 +223,9 @@ class _Streamed:
 
     def fingerprint(self) -> str | None:
         return None
+
+    def check_same(self, position: Mapping[str, Any]) -> None:
+        """Does nothing: rows that come one after the other cannot be read to compare them."""
 
     def position(self, start: int) -> dict[str, Any]:
         if self._consumed > start:  # the source is past it; from the beginning it can be reached
@@ -238,6 +271,11 @@ _KINDS = {
     "mixture": "a Mixture",
 }
 """What the data of a saved position is, by the entry that only such a position has."""
+
+
+def _differ(saved: str | None, mine: str | None) -> bool:
+    """Returns whether two fingerprints are known and not the same."""
+    return None not in (saved, mine) and saved != mine
 
 
 def _check_kind(position: Mapping[str, Any], entry: str) -> None:
