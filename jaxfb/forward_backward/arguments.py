@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import operator
 import warnings
@@ -137,6 +138,8 @@ def check_params(
         raise Refused(
             f"params must be the parameters alone, got a whole {kind}; hand over state.params of it"
         )
+    if inspect.isfunction(params):
+        raise Refused(f"params must be a tree of arrays, got the function {name_of(params)}; call it first")
     leaves = leaves_of("params", params)
     if not forward_only:
         check_kinds(params)

@@ -188,6 +188,7 @@ class StepStates:
 
     def _as_stored(self, state: TrainState) -> TrainState:
         """Returns a (possibly abstract) state in the order in which this step stores layers."""
+        instance("state", state, TrainState, "a jaxfb.TrainState, such as init(params) returns")
         if isinstance(state, PipelineState) or is_traced(state):
             return state
         order = self._order_of(state)

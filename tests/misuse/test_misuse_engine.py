@@ -291,3 +291,11 @@ def test_whatever_a_model_answers_is_refused_in_a_sentence_or_runs(name):
         assert not call.failures(pool(seed=8 + ALIKE.index(name), count=20))
     else:
         assert not call.failures(pool(seed=7))
+
+
+def test_a_function_that_makes_parameters_is_called_first():
+    forward_backward = get_forward_backward_func(make_mesh(data=1))
+    with pytest.raises(
+        ValueError, match="must be a tree of arrays, got the function <lambda>; call it first"
+    ):
+        forward_backward(loss, lambda key: params(), batch(), PLAN)

@@ -338,6 +338,14 @@ def test_shapes_of_a_state_are_asked_for_with_a_function_of_a_key(step, params):
         step.abstract_state(params)
 
 
+@pytest.mark.parametrize("call", ["lower", "trace"])
+def test_a_program_is_asked_for_with_a_state(step, call):
+    with pytest.raises(
+        ValueError, match="^state must be a jaxfb.TrainState, such as init.params. returns, got"
+    ):
+        getattr(step, call)(PARAMS, BATCH)
+
+
 def test_a_state_of_another_step_is_refused(step):
     of_adam = make_train_step(loss, optax.adam(0.1), None, PLAN).init(PARAMS)
     with pytest.raises(ValueError, match="state.opt_state is not of this step's optimizer"):

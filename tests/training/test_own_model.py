@@ -371,6 +371,16 @@ def test_other_rows_of_the_same_number_do_not_continue_a_run_unasked(tmp_path):
     assert done.status == "finished"
 
 
+def test_a_damaged_checkpoint_is_read_and_reported_once(tmp_path, caplog):
+    """The one before it was read twice too, with memory for one state alone given back in between."""
+    trainer(tmp_path, run={"stop_at": 4}).train()
+    arrays = (tmp_path / "run" / "checkpoints" / "4" / "state").rglob("d/*")
+    largest = max(arrays, key=lambda path: path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-8])
+    assert trainer(tmp_path).train(resume=True).status == "finished"
+    assert caplog.text.count("skipping a checkpoint") == 1
+
+
 def test_other_rows_of_a_source_are_refused_by_its_name():
     def position(data):
         return json.loads(json.dumps(own_rows(data, 0).position(8)))

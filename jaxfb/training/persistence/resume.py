@@ -61,7 +61,7 @@ class CheckpointSources:
         newest = set(gathered(self._store.latest()))  # a process may not see one yet
         try:
             found = self._newest_saved()
-            if newest == {found.record["update"]}:
+            if self.local is None or newest == {found.record["update"]}:
                 return found
             jax.tree.map(lambda leaf: leaf.delete(), found.state)  # there may be memory for one state alone
         except Missing:
