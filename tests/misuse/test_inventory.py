@@ -29,6 +29,7 @@ NOT_DATA = {
         rl/resume.py::refuse_ids_without_probability
         rl/work.py::PostTraining.check_same_text training/persistence/changes.py::check_changes
         training/guarding/dump.py::read_dump training/loop.py::_check_stop training/rows/own_rows.py::_Indexed.restore
+        training/rows/own_rows.py::_Indexed.check_same training/rows/own_rows.py::_Mixed.check_same
         training/rows/own_rows.py::_check_kind training/run_dir.py::RunDirectory.check
         training/run_dir.py::RunDirectory.refuse_unless_free
         training/run_dir.py::RunDirectory.refuse_unless_run
