@@ -22,7 +22,7 @@ from jaxfb.models.transformer import init_params, transformer
 from jaxfb.planner.topology import Topology
 from jaxfb.recomputation import remat_parts
 from jaxfb.schedules import Kind, Schedule, default_name, kind_of, make
-from jaxfb.trainable import name_of, parted, pruned
+from jaxfb.trainable import matches, name_of, parted, pruned
 from jaxfb.training.from_config.dtypes import AnyConfig, param_dtype
 from jaxfb.training.from_config.optimizer import optimizer_of_any_length
 from jaxfb.types import outer_params
@@ -107,6 +107,20 @@ def _number(sizes: TransformerConfig, patterns: tuple[str, ...]) -> tuple[int, i
     """Returns how many parameters of the layers, and beside them, the patterns match."""
     matched = pruned(patterns, jax.eval_shape(lambda: init_params(sizes, jax.random.key(0))))
     return _count(matched["layers"]), _count(outer_params(matched))
+
+
+def trains_norms(config: Config, sizes: TransformerConfig) -> bool:
+    """Returns whether the scales of norms in front of or behind a layer's parts are trained."""
+    patterns = trained_patterns(config)
+    return patterns is None or _match_norms(sizes, patterns)
+
+
+@lru_cache(maxsize=16)
+def _match_norms(sizes: TransformerConfig, patterns: tuple[str, ...]) -> bool:
+    params = jax.eval_shape(lambda: init_params(sizes, jax.random.key(0)))["layers"]
+    names = [name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path({"layers": params})]
+    norms = [name for name in names if name.endswith("_norm.scale") and ".attention." not in name]
+    return any(matches(pattern, name) for pattern in patterns for name in norms)
 
 
 def copied_numbers(config: Config, sizes: TransformerConfig) -> tuple[float, float]:

@@ -35,7 +35,7 @@ from jaxfb.planner.formula.time import (
     wire_seconds,
     work_seconds,
 )
-from jaxfb.planner.formula.update import muon_bytes, muon_flops, muon_seconds
+from jaxfb.planner.formula.update import copied_for_update, muon_bytes, muon_flops, muon_seconds
 from jaxfb.planner.topology import Topology
 
 
@@ -104,7 +104,8 @@ def estimate(config: Config, sizes: TransformerConfig, topology: Topology) -> Es
     gradients, activations = gradient_bytes(config, sizes), kept_bytes(config, sizes, topology)
     working, holes = working_bytes(config, sizes, topology), HOLES.get(topology.platform, 1.0) - 1
     in_loop = working + holes * (working - whole_bytes(config, sizes)) + relaid_bytes(config, sizes, topology)
-    in_update = (1 + holes) * muon_bytes(config, sizes) - activations
+    of_update = muon_bytes(config, sizes) + copied_for_update(config, sizes, topology)
+    in_update = (1 + holes) * of_update - activations
     wire = wire_seconds(config, sizes, topology.chip) if topology.chip else 0.0
     exchange = exchange_seconds(config, sizes, topology.chip) if topology.chip else 0.0
     scatters = scatter_seconds(config, sizes, topology.chip) if topology.chip else 0.0

@@ -11,8 +11,9 @@ from jaxfb.planner.counts import (
     tokens_of_microbatch,
     tokens_of_piece,
 )
-from jaxfb.planner.formula.widths import hidden_width
+from jaxfb.planner.formula.widths import kept_hidden_width
 from jaxfb.planner.program_cost.piece_turns import mean_turns
+from jaxfb.planner.topology import Topology
 
 _CACHED, _READ = 4, 4 + 4
 """Bytes of a key's or value's gradient beside the number itself: in a cache, in float32; and while a layer's backward
@@ -26,21 +27,24 @@ def pieces_in_flight(config: Config) -> float:
     return short_schedule(config).program.allocated("residual") / (config.chunks * config.parallel.pieces)
 
 
-def waiting_bytes(config: Config, sizes: TransformerConfig) -> float:
-    """Counts what waits for other pieces: keys and values of the microbatches in flight with their gradients, and
-    hidden states and their gradients between stages.
+def waiting_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
+    """Counts what waits in a pipeline: hidden states and their gradients between stages, those on their way included,
+    and of sequences in pieces keys and values of the microbatches in flight with their gradients.
 
     8B at 128k tokens, 16 pieces abreast on 8 stages: 25.8 GB of four caches, and 62 gradients of 67 MB, which come back
     in the opposite order.
     """
-    if config.parallel.pieces == 1:
+    if config.mesh.pipe == 1:
         return 0.0
-    program = short_schedule(config).program
+    program, each = short_schedule(config).program, computed_bytes(config)
+    passed = (
+        program.allocated("activation") + program.allocated("gradient") + len(program.forward_channels) + 1
+    )
+    hidden = passed * each * tokens_of_piece(config) * kept_hidden_width(config, sizes, topology)
+    if config.parallel.pieces == 1:
+        return hidden
     caches = program.allocated("cache") * layers_here(config, sizes) / config.chunks
-    passed = program.allocated("activation") + program.allocated("gradient")
-    each = computed_bytes(config)
-    hidden = each * tokens_of_piece(config) * hidden_width(config, sizes)
-    return caches * (each + _CACHED) * _keys_of_layer(config, sizes) + passed * hidden
+    return caches * (each + _CACHED) * _keys_of_layer(config, sizes) + hidden
 
 
 def read_bytes(config: Config, sizes: TransformerConfig) -> float:

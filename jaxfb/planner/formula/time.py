@@ -41,7 +41,7 @@ from jaxfb.planner.formula.attention import flops_of_kernels, score_bytes
 from jaxfb.planner.formula.by_device import waits
 from jaxfb.planner.formula.memory import gradient_bytes
 from jaxfb.planner.formula.tables import spared_bytes
-from jaxfb.planner.formula.widths import hidden_width, inner_width, product_width
+from jaxfb.planner.formula.widths import hidden_width, inner_width, product_width, residual_width
 from jaxfb.planner.topology import Topology
 from jaxfb.platforms import compiler
 from jaxfb.platforms.kinds import V6E
@@ -49,14 +49,18 @@ from jaxfb.platforms.kinds import V6E
 _FORWARDS_AGAIN = {"none": 0, "selective": 0, "layer": 1, "halves": 1, "offload": 1, "full": 2}
 """How often the forward of a layer runs again in a pipeline; in one stage "full" is "layer". The last time it leaves
 out a dense MLP's last product, which no gradient needs."""
-_MOVED, _MOVED_IN_PIPELINE, _MOVED_WITH_RESIDUALS = 24, 34, 42
+_MOVED, _MOVED_IN_PIPELINE = 24, 34
 """Reads and writes of as many numbers as a layer's products give, beside the products' own: 21 to 28 of one stage, 29
-to 38 of a pipeline, 40 to 44 of one that keeps every residual in its slots."""
+to 38 of a pipeline."""
+_KEPT = {"tpu": 2.75, "gpu": 2.1}
+_KEPT_IN_PIPELINE = {"tpu": 5.5, "gpu": 5.0}
+"""How often what a layer keeps is read or written where every residual is kept: written and read, on TPUs in part
+copied to its place too (8B on v5p, 1B on an H200, where such a step was also timed to be the longer one); in a pipeline
+into a slot and out of it once more."""
 _LOGIT_BYTES = 65
 """Read and written a token and entry of the vocabulary: 61 of one stage, 75 of a pipeline."""
-_BESIDE_PRODUCTS, _BESIDE_WITH_RESIDUALS = {"tpu": 0.14, "gpu": 0.35}, {"tpu": 0.38, "gpu": 0.52}
-"""Share of these reads and writes that takes time of its own where the compiler fuses the others into products; more of
-them where every residual is kept (8B on v5p, 1B on an H200, where such a step was also timed to be the longer one)."""
+_BESIDE_PRODUCTS = {"tpu": 0.14, "gpu": 0.35}
+"""Share of these reads and writes that takes time of its own where the compiler fuses the others into products."""
 _HIDDEN_OVER_TENSOR = 16
 """Reads and writes of the whole hidden state where `tensor` cuts a layer: of 70B and 405B, whose loops of products add
 up what each turn gives."""
@@ -131,15 +135,11 @@ def work_seconds(config: Config, sizes: TransformerConfig, topology: Topology) -
     assert chip is not None  # times are asked of chips with a known peak alone
     tokens = config.batch.rows * length / topology.num_devices
     of_layers = turns_of_layers(config) * waits(config, sizes, forwards_again(config, sizes))
-    moved = _MOVED
-    if config.mesh.pipe > 1:
-        in_slots = {"none": _MOVED_WITH_RESIDUALS}
-        moved = mean_over_layers(config, sizes, lambda remat: in_slots.get(remat, _MOVED_IN_PIPELINE))
+    moved = _MOVED_IN_PIPELINE if config.mesh.pipe > 1 else _MOVED
     share = _BESIDE_PRODUCTS.get(topology.platform, 1.0)
-    with_residuals = {"none": _BESIDE_WITH_RESIDUALS.get(topology.platform, share)}
-    of_products = mean_over_layers(config, sizes, lambda remat: with_residuals.get(remat, share))
     each = computed_bytes(config)
-    read = each * moved * of_products * product_width(sizes) * sizes.num_layers
+    read = each * moved * share * product_width(sizes) * sizes.num_layers
+    read += _residual_bytes(config, sizes, topology)
     read += score_bytes(config, sizes, topology) + _adapter_bytes(config, sizes)
     read *= 1 if has_backward(config, sizes) else 1 / 3
     read += bias.traffic(config, sizes, topology, forwards_again(config, sizes))
@@ -159,6 +159,15 @@ def work_seconds(config: Config, sizes: TransformerConfig, topology: Topology) -
         + _copied_head_bytes(config, sizes)
     )
     return step_flops(config, sizes, topology) / chip.flops + (tokens * read + beside) / chip.bandwidth
+
+
+def _residual_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
+    """Counts what is read and written for one token of residuals, in layers that keep every one."""
+    passes = _KEPT_IN_PIPELINE if config.mesh.pipe > 1 else _KEPT
+    layers = mean_over_layers(config, sizes, lambda remat: remat == "none") * sizes.num_layers
+    kept = computed_bytes(config) * layers * residual_width(config, sizes, topology)
+    # the width is that of one of the devices of `tensor`, all of which have the token
+    return passes.get(topology.platform, 2.0) * kept * config.mesh.tensor
 
 
 def _accumulated_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> float:

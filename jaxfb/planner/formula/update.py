@@ -1,6 +1,6 @@
-"""Estimates by formula what Muon's update takes, which does not grow with the rows.
+"""Estimates by formula what an update takes beside parameters, state and gradients, which does not grow with the rows.
 
-Devices exchange matrices, so that each has some layers whole (`jaxfb.parallel.layers.whole`). Every step of the
+For Muon devices exchange matrices, so that each has some layers whole (`jaxfb.parallel.layers.whole`). Each step of the
 iteration multiplies X by its transpose, their product A by itself, and a polynomial of A by X, where X is a matrix with
 the shorter side first. All of it is computed twice, once to judge the update and once to make it
 (`jaxfb/update/apply.py`).
@@ -21,8 +21,9 @@ from jaxfb.models.transformer import init_params
 from jaxfb.optim.leaves import has_word, is_stacked
 from jaxfb.optim.muon import muon_matrices
 from jaxfb.planner.chips import Chip
-from jaxfb.planner.counts import share_of_layers
+from jaxfb.planner.counts import num_shards, share_of_layers, state_bytes, stored_bytes, trained_numbers
 from jaxfb.planner.formula.time import ring_seconds
+from jaxfb.planner.topology import Topology
 from jaxfb.trainable import pruned
 
 _TIMES = 2
@@ -62,6 +63,19 @@ def muon_bytes(config: Config, sizes: TransformerConfig) -> float:
     ):  # where XLA gathers the matrices of a layer in the dtype of its products
         return 2 * sum(one.layer * one.rows * one.columns for one in found)
     return 4 * _ARRAYS * sum(one.numbers for one in found)
+
+
+def copied_for_update(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
+    """Counts the copies of a tied embedding and its moments that XLA for TPUs makes for the update where a device has
+    all of them: in the layout of the gradient, which is that of a head.
+
+    1B with four of its layers in float32 on one v5p has three copies of 1.05 GB.
+    """
+    uncut = num_shards(config) * config.mesh.tensor * config.mesh.pipe == 1
+    if not (uncut and sizes.tied_embeddings and topology.platform == "tpu"):
+        return 0.0
+    _, table = trained_numbers(config, sizes)
+    return (stored_bytes(config) + state_bytes(config, sizes)) * table
 
 
 def muon_flops(config: Config, sizes: TransformerConfig) -> float:

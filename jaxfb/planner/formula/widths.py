@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from jaxfb.config import Config
 from jaxfb.models.attention_kernels import splash
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.pattern import stack_of
 from jaxfb.planner.attends import runs_flash
-from jaxfb.planner.counts import computed_bytes
+from jaxfb.planner.counts import computed_bytes, trains_norms
 from jaxfb.planner.topology import Topology
 
 
@@ -35,8 +37,12 @@ def product_width(sizes: TransformerConfig) -> float:
     width = 2 * (sizes.num_heads + sizes.num_kv_heads) * sizes.head_size
     if sizes.latent:
         width = _latent_width(sizes) + sizes.hidden_size
-    of_mlps = sum(number * _mlp_width(one) for one, number in stack_of(sizes).counted())
-    return width + 3 * of_mlps / sizes.num_layers
+    return width + 3 * _mean(sizes, _mlp_width)
+
+
+def experts_width(sizes: TransformerConfig) -> float:
+    """Returns how many of those numbers the products of experts give to which tokens are routed."""
+    return 3 * _mean(sizes, lambda one: one.experts_per_token * one.expert_mlp_size if one.num_experts else 0)
 
 
 def dense_width(sizes: TransformerConfig) -> float:
@@ -64,6 +70,28 @@ def kept_width(config: Config, sizes: TransformerConfig, topology: Topology) -> 
     output = _size_of_output(config, sizes, topology)
     width = _attention_width(sizes, output) + 2 * _middle_width(config, sizes)
     return width / config.mesh.tensor + kept_hidden_width(config, sizes, topology)
+
+
+def residual_width(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
+    """Returns how many numbers of a token a layer keeps, beside its input, that computes nothing again: those that a
+    backward is traced to read, in the mean.
+
+    Beside what `kept_width` counts: two more arrays of an MLP's middle; of experts' middle four in float32 and one in
+    front of the last product, and their rows; hidden states, of which two are in float32, and two more where scales of
+    norms have gradients.
+    """
+    wide = 4 / computed_bytes(config)
+    experts = _mean(sizes, lambda one: _experts_width(config, one))
+    middle = 2 * (_middle_width(config, sizes) - experts) + (4 * wide - 1) * experts
+    hidden = 1 + (4 if trains_norms(config, sizes) else 2) * wide
+    kept = kept_width(config, sizes, topology) + middle / config.mesh.tensor
+    return kept + hidden * kept_hidden_width(config, sizes, topology) + _rows_width(config, sizes)
+
+
+def _rows_width(config: Config, sizes: TransformerConfig) -> float:
+    """Returns the numbers of a token's rows that experts read, with those that are sent to other devices."""
+    choices = _mean(sizes, lambda one: one.experts_per_token if one.num_experts else 0)
+    return sizes.hidden_size * choices * (row_space(config, sizes) + (config.mesh.expert > 1))
 
 
 def saved_width(config: Config, sizes: TransformerConfig, topology: Topology, remat: str) -> float:
@@ -114,15 +142,18 @@ def _middle_width(config: Config, sizes: TransformerConfig) -> float:
     """Returns how many numbers of a token are in the middle of an MLP, or of experts with the space for their rows, in
     the mean.
     """
-    middle = sum(
-        number * (one.shared_expert_size + _experts_width(config, one) if one.num_experts else one.mlp_size)
-        for one, number in stack_of(sizes).counted()
+    return _mean(
+        sizes,
+        lambda one: (
+            _experts_width(config, one) + (one.shared_expert_size if one.num_experts else one.mlp_size)
+        ),
     )
-    return middle / sizes.num_layers
 
 
 def _experts_width(config: Config, sizes: TransformerConfig) -> float:
-    """Returns how many numbers of a token one of an expert's first products gives, empty rows included."""
+    """Returns how many numbers of a token one of an expert's first products gives, empty rows included; 0 without."""
+    if not sizes.num_experts:
+        return 0.0
     return row_space(config, sizes) * sizes.experts_per_token * sizes.expert_mlp_size
 
 
@@ -145,6 +176,11 @@ def _expanded_size(sizes: TransformerConfig) -> int:
     latent = sizes.latent
     assert latent is not None
     return sizes.head_size - latent.rotary_size + latent.value_size
+
+
+def _mean(sizes: TransformerConfig, of_layer: Callable[[TransformerConfig], float]) -> float:
+    """Returns the mean over layers of a number that each kind of layer has."""
+    return sum(number * of_layer(one) for one, number in stack_of(sizes).counted()) / sizes.num_layers
 
 
 def _mlp_width(sizes: TransformerConfig) -> int:
