@@ -7,10 +7,10 @@ idle. Costs are keyword arguments of `Schedule.simulate`, one microbatch on all 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxfb.refusal import Refused
-from jaxfb.schedules.action import KINDS
+from jaxfb.schedules.action import KINDS, Action
 from jaxfb.schedules.costs import Costs
 from jaxfb.schedules.render import headline
 from jaxfb.schedules.simulate import executed_kinds, simulate
@@ -51,20 +51,23 @@ def bars(schedule, costs: Costs | None = None) -> list[Bar]:
         ]
         work = max(map(sum, lengths))
         for device, kinds in enumerate(executed):
-            done = {a.kind: (a.microbatch, a.chunk) for a in schedule.table[tick][device]}
-            steps = [
-                (kind, length, *done.get(kind, (None, None)))
-                for kind, length in zip(kinds, lengths[device], strict=True)
-            ]
-            idle = work - sum(length for _, length, _, _ in steps)
-            if idle > 0:
-                steps.append(("idle", idle, None, None))
+            steps = _steps(schedule.table[tick][device], kinds, lengths[device], work)
             if tick in losses:
                 after_f = len(steps) if schedule.by_device else kinds.find("F") + 1
                 steps.insert(after_f, ("loss", head, losses[tick], None))
             found += _in_sequence(device, tick, now, steps)
         now += work + (head if tick in losses else 0)
     return sorted(found, key=lambda bar: (bar.tick, bar.device, bar.start))
+
+
+def _steps(cell: Sequence[Action], kinds: str, lengths: Sequence[float], work: float) -> list[tuple]:
+    """Returns (kind, length, microbatch, chunk) of what a device executes in a tick, and of its wait until `work`."""
+    done = {action.kind: (action.microbatch, action.chunk) for action in cell}
+    steps: list[tuple] = [
+        (kind, length, *done.get(kind, (None, None))) for kind, length in zip(kinds, lengths, strict=True)
+    ]
+    idle = work - sum(length for _, length, _, _ in steps)
+    return [*steps, ("idle", idle, None, None)] if idle > 0 else steps
 
 
 def _in_sequence(device: int, tick: int, start: float, steps: Sequence[tuple]) -> Iterator[Bar]:
@@ -82,29 +85,10 @@ def timeline_figure(schedule, path: str | Path, costs: Mapping[str, float] | Non
     activations a device keeps for the backward, a line a device.
     """
     path = Path(path)
-    if path.suffix not in (".svg", ".png", ".pdf"):
-        use = str(path.with_suffix(".svg"))
-        raise Refused(
-            f"a timeline is written as .svg, .png or .pdf; got path={str(path)!r}; use path={use!r}",
-            [{"path": use}],
-        )
-    try:
-        from matplotlib.figure import Figure  # heavy, and only needed here
-    except ImportError:
-        raise Refused("a timeline picture needs matplotlib; pip install 'jaxfb[plot]'") from None
-
+    _check_suffix(path)
     cost = Costs(**(costs or {}))
     found, result = bars(schedule, cost), simulate(schedule, cost)
-    per_device = len(found) / schedule.num_stages
-    lanes = 0.5 * schedule.num_stages
-    figure = Figure(
-        figsize=(min(max(8.0, 0.27 * per_device), 48.0), 1.5 + lanes + _MEMORY * schedule.has_backward)
-    )
-    axes, below = (
-        figure.subplots(2, sharex=True, height_ratios=(lanes, _MEMORY), gridspec_kw={"hspace": 0.15})
-        if (schedule.has_backward)
-        else (figure.add_subplot(), None)
-    )
+    figure, axes, below = _panels(schedule, len(found) / schedule.num_stages)
     _draw_bars(axes, found, schedule, result.time, figure.get_size_inches()[0])
     if not schedule.by_device:
         _draw_phases(axes, schedule, result.tick_times)
@@ -114,6 +98,30 @@ def timeline_figure(schedule, path: str | Path, costs: Mapping[str, float] | Non
     metadata = {"Date": None} if path.suffix == ".svg" else None  # the same schedule gives the same file
     figure.savefig(path, bbox_inches="tight", dpi=150, metadata=metadata)
     return path
+
+
+def _check_suffix(path: Path) -> None:
+    if path.suffix not in (".svg", ".png", ".pdf"):
+        use = str(path.with_suffix(".svg"))
+        raise Refused(
+            f"a timeline is written as .svg, .png or .pdf; got path={str(path)!r}; use path={use!r}",
+            [{"path": use}],
+        )
+
+
+def _panels(schedule, bars_of_a_device: float) -> tuple[Any, Any, Any]:
+    """Returns a figure, its axes of the lanes, and those of the memory below; None without a backward."""
+    try:
+        from matplotlib.figure import Figure  # heavy, and only needed here
+    except ImportError:
+        raise Refused("a timeline picture needs matplotlib; pip install 'jaxfb[plot]'") from None
+
+    width, lanes = min(max(8.0, 0.27 * bars_of_a_device), 48.0), 0.5 * schedule.num_stages
+    figure = Figure(figsize=(width, 1.5 + lanes + _MEMORY * schedule.has_backward))
+    if not schedule.has_backward:
+        return figure, figure.add_subplot(), None
+    heights = {"height_ratios": (lanes, _MEMORY), "gridspec_kw": {"hspace": 0.15}}
+    return figure, *figure.subplots(2, sharex=True, **heights)
 
 
 def chrome_trace(schedule, path: str | Path, costs: Mapping[str, float] | None = None) -> Path:

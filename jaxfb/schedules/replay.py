@@ -4,6 +4,7 @@ It is the last check of a schedule, that every read finds what it expects and no
 and the shortest description of what the executor does with a tick.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from jaxfb.schedules.program import CHANNELS, Program
@@ -46,7 +47,7 @@ def replay(program: Program, placement) -> list[tuple[str, int, int]]:
     """Returns (kind, microbatch, stage) as executed; ValueError at the first read that finds the wrong value."""
     devices = range(program.num_devices)
     buffers = [{b: [None] * program.allocated(b) for b in BUFFERS} for _ in devices]
-    sent = {"activation": [None] * len(devices), "gradient": [None] * len(devices)}
+    sent: Mapping[str, Sequence] = {"activation": [None] * len(devices), "gradient": [None] * len(devices)}
     executed: list[tuple[str, int, int]] = []
     kinds = [phase.kinds for phase in program.phases for _ in range(phase.num_ticks)]
     for tick in range(program.num_ticks):
@@ -67,7 +68,7 @@ def _rows(program: Program, tick: int, device: int) -> dict[str, int]:
     return {name: entry if isinstance(entry, int) else entry[device] for name, entry in entries.items()}
 
 
-def _run_tick(cells: list[_Cell], kinds: str, program: Program) -> dict[str, list]:
+def _run_tick(cells: Sequence[_Cell], kinds: str, program: Program) -> dict[str, Sequence]:
     """Runs F, the loss, B and W, and returns what each device sends."""
     none = [None] * len(cells)
     outputs = [_forward(cell, program.by_device) for cell in cells] if "F" in kinds else none
@@ -80,7 +81,7 @@ def _run_tick(cells: list[_Cell], kinds: str, program: Program) -> dict[str, lis
     return {"activation": outputs, "gradient": gradients}
 
 
-def _store_arrivals(cell: _Cell, sent: dict[str, list], program: Program) -> None:
+def _store_arrivals(cell: _Cell, sent: Mapping[str, Sequence], program: Program) -> None:
     for buffer, channels in (
         ("activation", program.forward_channels),
         ("gradient", program.backward_channels),
@@ -110,7 +111,7 @@ def _forward(cell: _Cell, by_device: bool) -> Label | None:
     return ("input", microbatch, stage + 1)
 
 
-def _loss(cells: list[_Cell], outputs: list[Label | None], loss_device: int) -> None:
+def _loss(cells: Sequence[_Cell], outputs: Sequence[Label | None], loss_device: int) -> None:
     rows, output = cells[loss_device].rows, outputs[loss_device]
     if output is None or not rows["f_last"] or output[1] != rows["loss_microbatch"]:
         raise ValueError(
