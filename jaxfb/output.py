@@ -88,6 +88,11 @@ class ForwardBackwardOutput:
         return self if isinstance(other, int) and other == 0 else NotImplemented
 
 
+def recorded_scale(grad_scale: Any) -> Any:
+    """Returns a scale of gradients as `Origin` records it: None for the 1 that no caller asked for."""
+    return None if isinstance(grad_scale, float) and grad_scale == 1 else grad_scale
+
+
 def objective(
     terms: dict[str, Sum], normalize: str, weights: dict[str, jax.Array] | None = None
 ) -> jax.Array:

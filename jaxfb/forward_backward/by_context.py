@@ -20,7 +20,7 @@ from jaxfb.forward_backward.microbatches import row_keys
 from jaxfb.forward_backward.offered import counts_before
 from jaxfb.forward_backward.packed import Packed, row_lengths
 from jaxfb.mesh import with_context
-from jaxfb.output import ForwardBackwardOutput
+from jaxfb.output import ForwardBackwardOutput, recorded_scale
 from jaxfb.refusal import Refused
 from jaxfb.types import PyTree
 
@@ -68,8 +68,7 @@ def run(
     outputs = _in_order(parts, outs, plan.rows)
     whole = sum(replace(out, outputs=None) for out in outs)
     assert isinstance(whole, ForwardBackwardOutput)  # there is a row, so there is a part
-    scale = None if isinstance(grad_scale, float) and grad_scale == 1 else grad_scale
-    facts = {"grad_scale": scale, "weights": given, "of_tokens": None}
+    facts = {"grad_scale": recorded_scale(grad_scale), "weights": given, "of_tokens": None}
     origin = replace(whole.origin, rows=plan.real_rows, **facts)
     cut = _on(plan, parts[0])
     grads = None if forward_only else forward_backward.reduced(model, params, cut, sums)

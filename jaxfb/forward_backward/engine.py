@@ -32,7 +32,7 @@ from jaxfb.forward_backward.pipeline.pieces import check_lengths
 from jaxfb.forward_backward.resolved import Resolved, resolve
 from jaxfb.forward_backward.sequential import num_layers
 from jaxfb.mesh import axis_size, check_mesh, make_mesh
-from jaxfb.output import ForwardBackwardOutput
+from jaxfb.output import ForwardBackwardOutput, recorded_scale
 from jaxfb.parallel import pipe
 from jaxfb.parallel.layers.order import LayerOrder
 from jaxfb.parallel.set_mesh import on_its_mesh
@@ -118,17 +118,28 @@ class ForwardBackward:
             call = (model, params, batch, plan, rng, forward_only, grad_scale, weights)
             return by_context.run(self, *call)
         leaves, resolved = self._resolve(model, params, plan, forward_only)
-        if plan.by_tokens:
-            packed = Packed(batch, plan)
-            call = (packed.batch, packed.plan, packed.keys(rng), forward_only, grad_scale, weights)
-            out = self(model, params, *call)
-            out = packed.restored(out)
-            return replace(out, origin=replace(out.origin, rows=plan.real_rows))
-        arrays = self._arrays(resolved, leaves, batch, rng, forward_only)
+        if not plan.by_tokens:
+            arrays = self._arrays(resolved, leaves, batch, rng, forward_only)
+            return self._run(resolved, params, arrays, forward_only, grad_scale, weights)
+        packed = Packed(batch, plan)
+        call = (packed.batch, packed.plan, packed.keys(rng), forward_only, grad_scale, weights)
+        out = packed.restored(self(model, params, *call))
+        return replace(out, origin=replace(out.origin, rows=plan.real_rows))
+
+    def _run(
+        self,
+        resolved: Resolved,
+        params: PyTree,
+        arrays: tuple,
+        forward_only: bool,
+        grad_scale: Any,
+        weights: dict[str, Any] | None,
+    ) -> ForwardBackwardOutput:
+        """Returns the output of the compiled program; arrays: as `_arrays` returns them. params: the caller's."""
         grad_scale, weights = calls.adopted(resolved, grad_scale), calls.adopted(resolved, weights)
         out = self._jitted(calls.run)(resolved, forward_only, *arrays, grad_scale, weights)
-        scale = None if isinstance(grad_scale, float) and grad_scale == 1 else grad_scale
-        origin = replace(out.origin, rows=plan.real_rows, grad_scale=scale, weights=weights)
+        facts = {"grad_scale": recorded_scale(grad_scale), "weights": weights}
+        origin = replace(out.origin, rows=resolved.plan.real_rows, **facts)
         grads = None if forward_only else restrict_to(self.trained(params), out.grads)
         return replace(out, grads=grads, origin=origin)
 
