@@ -146,29 +146,33 @@ def check_params(
     if not leaves and not forward_only:
         raise Refused(f"params must have at least one float array to have a gradient, got {shown(params)}")
     for path, leaf in leaves:
-        name = f"params{jax.tree_util.keystr(path)}"
-        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-            number = isinstance(leaf, (int, float)) and not isinstance(leaf, bool) and _is_finite(leaf)
-            advice = f"make it jnp.asarray({float(leaf)})" if number else _WITHOUT_THE_REST
-            raise Refused(f"every parameter must be an array, {name} is {shown(leaf)}; {advice}")
-        if not is_plain(leaf):
-            raise Refused(
-                f"every parameter must be a plain array, {name} is a {type(leaf).__name__} of {leaf.dtype.str}; "
-                "convert it with np.asarray(leaf, 'float32')"
-            )
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-            raise Refused(
-                f"every parameter must be an array of numbers, {name} is {leaf.dtype}; pass a key as rng, keys of rows "
-                "in the batch, or leave it out and close over it"
-            )
-        if concrete and isinstance(leaf, jax.ShapeDtypeStruct):
-            raise Refused(
-                f"every parameter must be an array, {name} is a mere shape, {shown(leaf)}; initialize it first"
-            )
+        _check_param(f"params{jax.tree_util.keystr(path)}", leaf, concrete)
     if concrete:
         check_alive("params", params)
     if not forward_only:
         _check_trained(pruned(trainable, params))
+
+
+def _check_param(name: str, leaf: Any, concrete: bool) -> None:
+    """Raises ValueError for a parameter that is no array of numbers; name: of the leaf, such as params['w']."""
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        number = isinstance(leaf, (int, float)) and not isinstance(leaf, bool) and _is_finite(leaf)
+        advice = f"make it jnp.asarray({float(leaf)})" if number else _WITHOUT_THE_REST
+        raise Refused(f"every parameter must be an array, {name} is {shown(leaf)}; {advice}")
+    if not is_plain(leaf):
+        raise Refused(
+            f"every parameter must be a plain array, {name} is a {type(leaf).__name__} of {leaf.dtype.str}; "
+            "convert it with np.asarray(leaf, 'float32')"
+        )
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        raise Refused(
+            f"every parameter must be an array of numbers, {name} is {leaf.dtype}; pass a key as rng, keys of rows "
+            "in the batch, or leave it out and close over it"
+        )
+    if concrete and isinstance(leaf, jax.ShapeDtypeStruct):
+        raise Refused(
+            f"every parameter must be an array, {name} is a mere shape, {shown(leaf)}; initialize it first"
+        )
 
 
 def check_alive(name: str, tree: PyTree) -> None:

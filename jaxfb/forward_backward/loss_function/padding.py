@@ -56,22 +56,38 @@ def check_padding(
     check_data_only(traced, params)
     traced = traced.with_numbers()
     blank = _Blank(traced, params, microbatch, rng)
+    _check_terms(traced, blank, otherwise)
+    if not forward_only:
+        _warn_of_gradients(traced, blank, otherwise)
+    _warn_of_metrics(traced, blank, otherwise)
+
+
+def _check_terms(traced: Traced, blank: _Blank, otherwise: str) -> None:
+    """Raises ValueError for a term whose weight or total counts rows of zeros."""
     for name, term in traced.places.terms.items():
         if reads_microbatch(traced, name):
             for part in ("weight", "total"):
                 _check_term(name, part, blank.of(getattr(term, part)), otherwise)
-    if not forward_only and (spoilt := _spoilt(traced, blank)):
+
+
+def _warn_of_gradients(traced: Traced, blank: _Blank, otherwise: str) -> None:
+    """Warns of terms whose gradients rows of zeros make NaN or infinite."""
+    if spoilt := _spoilt(traced, blank):
         warnings.warn(
             f"the plan fills microbatches up with rows of zeros, whose gradient of {', '.join(spoilt)} is NaN or "
             f"infinite, although they count nothing; {_WHERE}, or use {otherwise}",
-            stacklevel=2,
+            stacklevel=3,
         )
+
+
+def _warn_of_metrics(traced: Traced, blank: _Blank, otherwise: str) -> None:
+    """Warns of metrics that count rows of zeros."""
     counting = sorted(name for name, metric in traced.places.metrics.items() if blank.counts_in(metric))
     if counting:
         warnings.warn(
             f"the plan fills microbatches up with rows of zeros, and {', '.join(counting)} of the metrics "
             f"count{'s' * (len(counting) == 1)} them; {_MASK}, or use {otherwise}",
-            stacklevel=2,
+            stacklevel=3,
         )
 
 
