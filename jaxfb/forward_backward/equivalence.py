@@ -171,25 +171,15 @@ def check_equivalence(
     Raises:
       ValueError: an argument is not what it must be, or the model breaks its contract already on one device.
     """
-    check_model(model)
-    _check_options(options)
-    trainable = checked_patterns(options.get("trainable"))
-    check_params(params, forward_only=False, concrete=True, trainable=trainable)
-    _check_rows(batch)
+    trainable = _check_call(model, params, batch, schedules, report, options)
     rng, rows_per_microbatch = prng_keys(rng), integer("rows_per_microbatch", rows_per_microbatch)
-    if report is not None:
-        function("report", report, "(difference)")
-    if schedules is not None:
-        instance(
-            "schedules", schedules, list | tuple, "a list of names, (name, num_chunks) or Schedules, or None"
-        )
     meshes = _allowed(model) if meshes is None else _check_meshes(meshes)
     widest = "float64" if config_value("jax_enable_x64") else "float32"
     dtype = _check_dtype(dtype or widest, widest)
     params, batch = _cast((params, batch), dtype)
     rows = len(jax.tree.leaves(batch)[0])
-    wide_params, wide_batch = _cast((params, batch), widest)
     objective = _objective(options.get("normalize", "global"), rows, rows_per_microbatch)
+    wide_params, wide_batch = _cast((params, batch), widest)
     whole = _whole(model, wide_params, wide_batch, rng, objective, trainable)
     compare, found = _Comparison(model, params, batch, rng, rows_per_microbatch, options), []
     for mesh in meshes:
@@ -198,6 +188,23 @@ def check_equivalence(
             if report is not None:
                 report(found[-1])
     return Equivalence(dtype, rows, tuple(found))
+
+
+def _check_call(
+    model: Any, params: Any, batch: Any, schedules: Any, report: Any, options: Mapping[str, Any]
+) -> Patterns | None:
+    """Refuses what no mesh could run, and returns the patterns of the trained parameters."""
+    check_model(model)
+    _check_options(options)
+    trainable = checked_patterns(options.get("trainable"))
+    check_params(params, forward_only=False, concrete=True, trainable=trainable)
+    _check_rows(batch)
+    if report is not None:
+        function("report", report, "(difference)")
+    if schedules is not None:
+        names = "a list of names, (name, num_chunks) or Schedules, or None"
+        instance("schedules", schedules, list | tuple, names)
+    return trainable
 
 
 @dataclass(frozen=True)
