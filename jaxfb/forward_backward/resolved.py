@@ -24,7 +24,7 @@ from jaxfb.forward_backward.offered import counted_of
 from jaxfb.forward_backward.options import EngineOptions
 from jaxfb.forward_backward.sequential import num_layers
 from jaxfb.forward_backward.strategies import Accumulation, Pipelining, Strategy
-from jaxfb.mesh import axis_size, shard_axes
+from jaxfb.mesh import axis_size, kind_of, shard_axes
 from jaxfb.parallel import annotations, pipe, sharding
 from jaxfb.parts import HEADS
 from jaxfb.recomputation import Half, check_gathered_layers, check_remat_layers
@@ -91,8 +91,7 @@ class Resolved:
         """
         if not isinstance(self.model, Pipelined) or not shard_axes(self.mesh):
             return False
-        options, device = self.options, self.mesh.abstract_mesh.abstract_device
-        kind = None if device is None else device.device_kind
+        options, kind = self.options, kind_of(self.mesh.abstract_mesh)
         asked, sizes = options.gather_ahead, (axis_size(self.mesh, axis) for axis in ("tensor", "context"))
         if not gathers_ahead(asked, kind, options.fsdp_gather, options.optimizer_sharding):
             return False
@@ -104,10 +103,9 @@ class Resolved:
         """Returns whether the last microbatch's backward reduces the layers' gradients over the devices."""
         if not isinstance(self.model, Pipelined):
             return False
-        asked, device = self.options.overlap_grad_reduce, self.mesh.abstract_mesh.abstract_device
         in_shards = self.options.fsdp_gather == "step" and bool(shard_axes(self.mesh))
         reduces = in_shards or axis_size(self.mesh, "data") > 1
-        kind = None if device is None else device.device_kind
+        asked, kind = self.options.overlap_grad_reduce, kind_of(self.mesh.abstract_mesh)
         return overlaps(asked, kind, self.obstacle_to_overlap, reduces, axis_size(self.mesh, "pipe") > 1)
 
     @property
@@ -120,15 +118,7 @@ class Resolved:
 
     def strategy(self, forward_only: bool) -> Strategy:
         """Returns the way from seeds to gradients on this mesh."""
-        options, dtypes = self.options, self.dtypes.tree
-        sums = dtypes if forward_only else self.sums.tree
-        remat = options.remat or "none"
-        gather, kept = options.fsdp_gather, 0
-        if isinstance(gather, int):
-            kept = 0 if forward_only or not shard_axes(self.mesh) else gather
-            gather = "layer"
-        how = (gather, remat, self.gathers_ahead, kept, options.reduce_dtype, self.overlaps_grad_reduce)
-        execution = Execution(self.specs.tree, dtypes, sums, *how)
+        options, execution = self.options, self._execution(forward_only)
         model, schedule, layout, placement = self.model, self.schedule, self.layout, self.placement
         if (
             isinstance(model, Pipelined)
@@ -139,6 +129,22 @@ class Resolved:
             return Pipelining(model, execution, schedule, layout, placement, options.poison_bubbles)
         scattered = self.grad_specs.tree if options.optimizer_sharding == "gradients" else None
         return Accumulation(model, execution, scattered)
+
+    def _execution(self, forward_only: bool) -> Execution:
+        """Returns how parameters are cut, cast, gathered and recomputed."""
+        options, gather = self.options, self.options.fsdp_gather
+        keeps_gathered = bool(shard_axes(self.mesh)) and not forward_only
+        return Execution(
+            specs=self.specs.tree,
+            dtypes=self.dtypes.tree,
+            sums=self.dtypes.tree if forward_only else self.sums.tree,
+            fsdp_gather="layer" if isinstance(gather, int) else gather,
+            remat=options.remat or "none",
+            ahead=self.gathers_ahead,
+            kept=gather if isinstance(gather, int) and keeps_gathered else 0,
+            reduce_dtype=options.reduce_dtype,
+            overlap_grad_reduce=self.overlaps_grad_reduce,
+        )
 
 
 def resolve(
