@@ -80,19 +80,22 @@ class SplitStep(StepStates):
         """
         weights = checked_weights(weights, self.forward_backward.options.normalize)
         state = self._placed(state)
-        model, cut, keys = self._of_call(state, model, plan, first_row)
-        rows, packed = cut.real_rows, None
-        if cut.max_context:
-            out = self._programs.differentiate_in_model_order(state, batch, keys, weights, model, cut)
-            return replace(out, origin=replace(out.origin, rows=rows, weights=weights))
-        if cut.by_tokens:
-            packed = Packed(batch, cut)
-            batch, cut, keys = packed.batch, packed.plan, packed.keys(keys)
-        out = self._differentiated(self.compiler_options)(
-            state, self._on_mesh.batch(batch), keys, weights, model, cut
-        )
-        out = out if packed is None else packed.restored(out)
-        return replace(out, origin=replace(out.origin, rows=rows, weights=weights))
+        model, plan, keys = self._of_call(state, model, plan, first_row)
+        out = self._differentiate(state, batch, keys, weights, model, plan)
+        return replace(out, origin=replace(out.origin, rows=plan.real_rows, weights=weights))
+
+    def _differentiate(
+        self, state: TrainState, batch: PyTree, keys: Any, weights: Any, model: Any, plan: BatchPlan
+    ) -> ForwardBackwardOutput:
+        """Returns the output of one call; outputs are in the order of the batch's rows."""
+        if plan.max_context:  # not one program: the batch is cut on the host
+            return self._programs.differentiate_in_model_order(state, batch, keys, weights, model, plan)
+        program = self._differentiated(self.compiler_options)
+        if not plan.by_tokens:
+            return program(state, self._on_mesh.batch(batch), keys, weights, model, plan)
+        packed = Packed(batch, plan)
+        arrays = self._on_mesh.batch(packed.batch)
+        return packed.restored(program(state, arrays, packed.keys(keys), weights, model, packed.plan))
 
     @on_its_mesh
     def weights(
@@ -106,9 +109,9 @@ class SplitStep(StepStates):
     ) -> dict[str, jax.Array]:
         """Returns what a batch counts for each term that has a weight, name -> []; arguments as for `gradients`."""
         state = opened(self._placed(state))[0]  # weights depend on the data alone
-        model, cut, keys = self._of_call(state, model, plan, first_row)
+        model, plan, keys = self._of_call(state, model, plan, first_row)
         keys = self.key_of(state) if keys is None else keys
-        return self.forward_backward.weights(model, state.params, batch, cut, keys)
+        return self.forward_backward.weights(model, state.params, batch, plan, keys)
 
     def _of_call(
         self, state: TrainState, model: Any, plan: Any, first_row: int

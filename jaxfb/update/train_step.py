@@ -91,18 +91,10 @@ def make_train_step(
     check_names("make_train_step", forward_backward_options, inspect.signature(make_train_step).parameters)
     check_optimizer(optimizer)
     check_options(max_grad_norm, clip_convention, loss_scale, dropout=dropout, count_zeros=count_zeros)
-    if change_gradients is not None:
-        function_of("change_gradients", change_gradients, "(gradients, state)")
-    if check_program is not None:
-        function_of("check_program", check_program, "(compiled)")
+    _check_functions(change_gradients, check_program)
     fb = get_forward_backward_func(mesh, **forward_backward_options)
     fb.check_plan(model, plan)
-    if plan.packing and dropout:
-        raise Refused(
-            "[train] dropout=True with packing=True would depend on how rows are packed; pass dropout=False to "
-            "make_train_step, or a plan with packing=False",
-            [{"dropout": False}],
-        )
+    _check_dropout(plan, dropout)
     counted = counted_of(model)
     stores = layer_order_of(layer_order, optimizer, change_gradients, counted)
     options = (max_grad_norm, clip_convention, loss_scale, count_zeros, change_gradients)
@@ -112,6 +104,24 @@ def make_train_step(
     if check_memory(optimizer_memory, fb.mesh) == "host":
         update = streamed(update, model)
     return TrainStep(fb, model, plan, dropout, update, stores, optimizer_memory, check_program)
+
+
+def _check_functions(change_gradients: Any, check_program: Any) -> None:
+    """Raises ValueError for functions of the caller that do not take what they are given."""
+    if change_gradients is not None:
+        function_of("change_gradients", change_gradients, "(gradients, state)")
+    if check_program is not None:
+        function_of("check_program", check_program, "(compiled)")
+
+
+def _check_dropout(plan: BatchPlan, dropout: bool) -> None:
+    """Raises ValueError for dropout in packed rows: it is drawn by array row."""
+    if plan.packing and dropout:
+        raise Refused(
+            "[train] dropout=True with packing=True would depend on how rows are packed; pass dropout=False to "
+            "make_train_step, or a plan with packing=False",
+            [{"dropout": False}],
+        )
 
 
 class TrainStep(SplitStep):
