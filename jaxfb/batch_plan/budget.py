@@ -23,14 +23,7 @@ QUARTERS = 4
 def check_budget(plan: Any) -> tuple[int, ...] | None:
     """Returns the widths of a plan cut by tokens, or None for one cut by rows, which may have none of its settings."""
     if plan.max_tokens_per_microbatch is None:
-        set_ = [name for name in BUDGET if getattr(plan, name)]
-        if set_:
-            belong, them = ("belongs", "it") if len(set_) == 1 else ("belong", "them")
-            raise PlanError(
-                f"[{plan.purpose}] {', '.join(set_)} {belong} to a token budget; use max_tokens_per_microbatch instead "
-                f"of a number of rows or microbatches, or leave {them} out",
-                [{name: BUDGET[name] for name in set_}],
-            )
+        _check_no_budget(plan)
         return None
     if plan.sequence_length is None:
         raise PlanError(
@@ -47,6 +40,18 @@ def check_budget(plan: Any) -> tuple[int, ...] | None:
             [{"max_tokens_per_microbatch": widths[-1]}],
         )
     return widths
+
+
+def _check_no_budget(plan: Any) -> None:
+    """Refuses settings of a token budget in a plan without one."""
+    given = [name for name in BUDGET if getattr(plan, name)]
+    if given:
+        belong, them = ("belongs", "it") if len(given) == 1 else ("belong", "them")
+        raise PlanError(
+            f"[{plan.purpose}] {', '.join(given)} {belong} to a token budget; use max_tokens_per_microbatch instead "
+            f"of a number of rows or microbatches, or leave {them} out",
+            [{name: BUDGET[name] for name in given}],
+        )
 
 
 def context_sizes(plan: Any, width: int) -> tuple[int, ...]:

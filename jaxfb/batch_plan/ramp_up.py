@@ -71,34 +71,9 @@ class RampUp:
         values = {"start": start, "increment": increment, "rows": rows}
         start, increment, rows = (positive_int(_WHO, name, value) for name, value in values.items())
         samples = positive_int(_WHO, "samples", samples, MOST_ROWS)
-        growth = rows - start
-        if growth <= 0:
-            raise PlanError(
-                f"[{_WHO}] start {start} must be below the {rows} rows it grows to, or leave ramp-up out"
-            )
-        if growth % increment:
-            legal = nearest(increment, growth, lambda value: growth % value == 0)
-            choices = [{"increment": value} for value in legal]
-            raise PlanError(
-                f"[{_WHO}] with start={start}, growth from {start} to {rows} rows = {growth} is not a multiple of "
-                f"increment {increment}{offer(choices, 'increment')}",
-                choices,
-            )
-        steps = growth // increment
-        if samples < steps:
-            raise PlanError(
-                f"[{_WHO}] {steps} increments from start={start} to rows={rows} need samples of at least {steps}, "
-                f"got {samples}",
-                [{"samples": steps}],
-            )
-        if steps > _MOST_STEPS:
-            legal = -(-growth // _MOST_STEPS)
-            legal = next(value for value in range(legal, growth + 1) if growth % value == 0)
-            raise PlanError(
-                f"[{_WHO}] increment {increment} makes {steps} steps from start={start} to rows={rows}, each compiled "
-                f"anew; use increment={legal}",
-                [{"increment": legal}],
-            )
+        _check_growth(start, increment, rows)
+        steps = (rows - start) // increment
+        _check_steps(steps, start, increment, samples, rows)
         return cls(tuple((-(-i * samples // steps), start + i * increment) for i in range(steps + 1)))
 
     @property
@@ -119,6 +94,42 @@ class RampUp:
 
     def _step_at(self, consumed_rows: int) -> int:
         return bisect_right(self.steps, consumed_rows, key=lambda step: step[0]) - 1
+
+
+def _check_growth(start: int, increment: int, rows: int) -> None:
+    """Refuses a linear ramp-up that does not grow, or not by whole increments."""
+    growth = rows - start
+    if growth <= 0:
+        raise PlanError(
+            f"[{_WHO}] start {start} must be below the {rows} rows it grows to, or leave ramp-up out"
+        )
+    if growth % increment:
+        legal = nearest(increment, growth, lambda value: growth % value == 0)
+        choices = [{"increment": value} for value in legal]
+        raise PlanError(
+            f"[{_WHO}] with start={start}, growth from {start} to {rows} rows = {growth} is not a multiple of "
+            f"increment {increment}{offer(choices, 'increment')}",
+            choices,
+        )
+
+
+def _check_steps(steps: int, start: int, increment: int, samples: int, rows: int) -> None:
+    """Refuses more steps than there are samples, or than can be compiled."""
+    if samples < steps:
+        raise PlanError(
+            f"[{_WHO}] {steps} increments from start={start} to rows={rows} need samples of at least {steps}, "
+            f"got {samples}",
+            [{"samples": steps}],
+        )
+    if steps > _MOST_STEPS:
+        growth = rows - start
+        least = -(-growth // _MOST_STEPS)
+        legal = next(value for value in range(least, growth + 1) if growth % value == 0)
+        raise PlanError(
+            f"[{_WHO}] increment {increment} makes {steps} steps from start={start} to rows={rows}, each compiled "
+            f"anew; use increment={legal}",
+            [{"increment": legal}],
+        )
 
 
 def _step(pair: Sequence[int]) -> tuple[int, int]:
