@@ -117,15 +117,12 @@ class Updates:
             self._guard.roll_back(spike)
 
     def _one(self) -> None:
-        """Makes one update. The numbers of the previous one arrive while it runs, except before an evaluation or a
-        save.
+        """Makes one update, then an evaluation and a save where they are due.
+
+        The numbers of the previous update arrive while it runs, except before an evaluation or a save.
         """
-        run_, number, phases = self._run, self._run.done, self._run.phases
-        with phases("callbacks", number + 1):
-            self._hooks.on_step_start(number + 1)
-        with phases("data_wait", number + 1):
-            batch = self._or_save_first(lambda: self._work.read(number))
-            run_.keep_working_directory()  # which a source of rows, or a reward, may have left
+        run_, number = self._run, self._run.done
+        batch = self._read(number)
         if number + 1 in getattr(run_.config.run, "skip_updates", ()):
             self._arrive()
             run_.say(f"update {number + 1} is in run.skip_updates: its rows change nothing")
@@ -134,6 +131,20 @@ class Updates:
             self._update(number, batch)
         self._undo.forget()
         run_.note_saved()
+        self._evaluate_and_save()
+
+    def _read(self, number: int) -> Any:
+        """Returns the rows of an update, counted from 0."""
+        with self._run.phases("callbacks", number + 1):
+            self._hooks.on_step_start(number + 1)
+        with self._run.phases("data_wait", number + 1):
+            batch = self._or_save_first(lambda: self._work.read(number))
+            self._run.keep_working_directory()  # which a source of rows, or a reward, may have left
+        return batch
+
+    def _evaluate_and_save(self) -> None:
+        """Evaluates and saves what is done, where that is due."""
+        run_ = self._run
         # asked on every process and after every update: it meets the others where there are several
         ends = self._interrupt.is_due(run_.done) or run_.stopped is not None
         evaluates, locally = run_.is_due("eval"), run_.is_due_locally()
