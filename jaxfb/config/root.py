@@ -85,6 +85,6 @@ def _check_learning_rate(config: Config) -> None:
     if end is not None and config.lr.warmup >= end:
         raise Refused(
             f"[lr] warmup={config.lr.warmup} must be below the {end} {config.lr.unit} it is part of; "
-            f"use at most {end - 1}",
+            f"use lr.warmup={end - 1} or less",
             [{"lr.warmup": end - 1}],
         )
