@@ -70,8 +70,9 @@ class Parser(argparse.ArgumentParser):
             ) from None
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        known = [str(one) for one in action.choices or ()]
-        flag = f"--{value}"
+        if not action.choices:  # a path or a text, which may be called as an option is
+            return super()._check_value(action, value)
+        known, flag = [str(one) for one in action.choices], f"--{value}"
         if str(value) not in known and flag in _flags(self):
             raise argparse.ArgumentError(
                 None, f"unknown {action.metavar or action.dest} {value!r}; did you mean {flag}?"

@@ -116,6 +116,18 @@ def test_a_wrong_command_is_answered_by_what_would_be_right(arguments, stream, w
     assert stop.value.code == 2 and words in getattr(capsys.readouterr(), stream)
 
 
+@pytest.mark.parametrize(
+    "arguments, name, value",
+    [
+        (["export-hf", "runs/a", "adapter", "--adapter"], "directory", "adapter"),
+        (["generate", "runs/a", "--prompt", "seed"], "prompt", "seed"),
+        (["train", "smoke"], "config", "smoke"),
+    ],
+)
+def test_a_text_or_a_path_may_be_called_as_an_option_is(arguments, name, value):
+    assert getattr(parse(arguments), name) == value
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_example_of_a_command_is_one_that_it_takes(name):
     assert parse(shlex.split(EXAMPLES[name])[1:]).verb == name
