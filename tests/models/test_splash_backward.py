@@ -56,13 +56,12 @@ def test_devices_visit_as_many_pairs_each_and_the_last_ones_for_nothing():
 
 @pytest.mark.parametrize(
     "largest, parts, together",
-    [(8, 1, 2), (7, 1, 1), (4, 1, 1), (3, 2, 1), (1, 4, 1), (0, 4, 1)],
+    [(8, 1, 2), (7, 2, 2), (4, 2, 2), (3, 4, 2), (2, 4, 2), (1, 4, 1), (0, 4, 1)],
 )
 def test_queries_and_heads_are_cut_until_their_sums_have_their_place(monkeypatch, largest, parts, together):
     monkeypatch.setattr(splash_backward, "LARGEST_SUMS", largest * OF_ONE_BLOCK)
-    assert len(in_parts(in_order(4, 4), SIZE, Settings(BLOCK))) == parts
-    of_one = splash_backward._bytes(LENGTH // parts, SIZE)
-    assert splash_backward._heads_at_once(2, of_one) == together
+    assert len(in_parts(in_order(4, 4), 2, SIZE, Settings(BLOCK))) == parts
+    assert splash_backward._heads_at_once(2, SIZE, BLOCK) == together
 
 
 @pytest.mark.parametrize(
@@ -71,7 +70,7 @@ def test_queries_and_heads_are_cut_until_their_sums_have_their_place(monkeypatch
         (8, None, None, False),
         pytest.param(4, None, 2.0, True, marks=pytest.mark.slow),
         pytest.param(2, 200, None, True, marks=pytest.mark.slow),
-        (2, 130, 2.0, True),
+        (1, 130, 2.0, True),
     ],
 )
 def test_gradients_do_not_depend_on_what_has_its_place_at_once(monkeypatch, largest, window, softcap, packed):

@@ -76,21 +76,23 @@ def _backward(settings, saved, d_out):
 attended.defvjp(_forward, _backward)
 
 
-def in_parts(distances: np.ndarray, size: int, settings: Settings, of: Any = visits) -> tuple[Visits, ...]:
+def in_parts(
+    distances: np.ndarray, heads: int, size: int, settings: Settings, of: Any = visits
+) -> tuple[Visits, ...]:
     """Returns the visits of each of the equal parts into which queries are cut so that the sums have their place.
 
     Args:
       distances: i32[..., blocks of queries, blocks of keys], how many blocks the queries are behind the keys.
-      size: of a head.
+      heads: that share keys. size: of a head.
       of: makes the visits of a part.
     """
-    number = _parts(distances.shape[-2], settings.block, size)
+    number = _parts(distances.shape[-2], _heads_at_once(heads, size, settings.block), size, settings.block)
     return tuple(of(part, settings.block, settings.window) for part in np.split(distances, number, -2))
 
 
-def _parts(blocks: int, block: int, size: int) -> int:
-    """Returns the number of parts of so many blocks of queries."""
-    fits = lambda n: _bytes(blocks // n * block, size) <= _largest()  # noqa: E731
+def _parts(blocks: int, heads: int, size: int, block: int) -> int:
+    """Returns the number of parts of so many blocks of queries of so many heads."""
+    fits = lambda n: heads * _bytes(blocks // n * block, size) <= _largest()  # noqa: E731
     return next(n for n in range(1, blocks + 1) if n == blocks or blocks % n == 0 and fits(n))
 
 
@@ -115,31 +117,37 @@ def gradients(
 
 def of_own(queries: Queries, keys: Keys, softcap: float | None, interpret: bool) -> Any:
     """Returns the gradients, in float32, that a causal mask of these tokens leaves."""
-    length, size = queries.query.shape[2:]
-    settings = Settings(splash.block_size(length), None, softcap, interpret)
-    blocks = length // settings.block
-    return gradients(in_parts(in_order(blocks, blocks), size, settings), queries, keys, settings)
+    return _of_as_many(in_order, queries, keys, softcap, interpret)
 
 
 def of_seen(queries: Queries, keys: Keys, softcap: float | None, interpret: bool) -> Any:
     """Returns the gradients, in float32, where all queries see all keys, of which there are as many."""
+    return _of_as_many(apart, queries, keys, softcap, interpret)
+
+
+def _of_as_many(distances: Any, queries: Queries, keys: Keys, softcap: float | None, interpret: bool) -> Any:
     length, size = queries.query.shape[2:]
     settings = Settings(splash.block_size(length), None, softcap, interpret)
-    blocks = length // settings.block
-    return gradients(in_parts(apart(blocks, blocks), size, settings), queries, keys, settings)
+    blocks, shared = length // settings.block, queries.query.shape[1] // keys.key.shape[1]
+    order = in_parts(distances(blocks, blocks), shared, size, settings)
+    return gradients(order, queries, keys, settings)
 
 
 def _of_part(visits: Visits, queries: Queries, keys: Keys, settings: Settings, dtype: Any) -> Any:
     """Returns the gradients of a part of the queries, and its share of those of keys and values."""
-    kv_heads, (heads, length, size) = keys.key.shape[1], queries.query.shape[1:]
-    together = _heads_at_once(heads // kv_heads, _bytes(length, size))
+    kv_heads, heads, size = keys.key.shape[1], queries.query.shape[1], queries.query.shape[3]
+    together = _heads_at_once(heads // kv_heads, size, settings.block)
     d_query, *of_turns = _called(visits, queries, keys, settings, together, dtype)
     return d_query, *(x.reshape(x.shape[0], kv_heads, -1, *x.shape[2:]).sum(2) for x in of_turns)
 
 
-def _heads_at_once(shared: int, of_one: int) -> int:
-    """Returns for how many of the heads that share keys the sums have their place at once; of_one: bytes."""
-    return max(n for n in range(1, shared + 1) if shared % n == 0 and (n == 1 or n * of_one <= _largest()))
+def _heads_at_once(shared: int, size: int, block: int) -> int:
+    """Returns of how many of the heads that share keys the sums of a block have their place; mostly all.
+
+    The gradients of keys are whole then. Fewer heads at once give more of them to sum, in memory that takes.
+    """
+    fits = lambda n: n == 1 or n * _bytes(block, size) <= _largest()  # noqa: E731
+    return max(n for n in range(1, shared + 1) if shared % n == 0 and fits(n))
 
 
 def _bytes(length: int, size: int) -> int:

@@ -71,7 +71,8 @@ def splash_gathered(
     groups = next(number for number in range(MOST_GROUPS, 0, -1) if key.shape[2] % number == 0)
     length, heads, size = query.shape[1:]
     settings = Settings(splash.block_size(length // 2), window, scores.softcap, interpret)
-    passes = _kernel(heads // groups, length, settings), _order(length, size, settings)
+    order = _order(length, heads // key.shape[2], size, settings)
+    passes = _kernel(heads // groups, length, settings), order
     ids = (None, None) if segments is None else (segments, lax.all_gather(segments, AXIS, axis=1, tiled=True))
     q, k, v = (jnp.split(jnp.swapaxes(x, 1, 2), groups, 1) for x in (splash.scaled(query), key, value))
     sinks = [None] * groups if scores.sinks is None else jnp.split(scores.sinks, groups)
@@ -94,10 +95,10 @@ def _kernel(num_heads: int, length: int, settings: Settings) -> Any:
     return type(plain)(of_all._replace(**own), None, None, **plain.kwargs)
 
 
-def _order(length: int, size: int, settings: Settings) -> Any:
+def _order(length: int, shared: int, size: int, settings: Settings) -> Any:
     """Returns this device's visits of the backward."""
     distances = _distances(length, size_here(), settings.block)
-    return _of_this_device(in_parts(distances, size, settings, visits_of_devices), keeps_dim=False)
+    return _of_this_device(in_parts(distances, shared, size, settings, visits_of_devices), keeps_dim=False)
 
 
 def _of_this_device(tables: Any, keeps_dim: bool = True) -> Any:

@@ -89,7 +89,7 @@ def _in_window(q, k, v, past: Keys, scores: Scores, number, window: int, interpr
         jnp.concatenate([before(old, 0).swapaxes(1, 2), new], axis=2)
         for old, new in ((past.key, k), (past.value, v))
     )
-    order = in_parts(distances, q.shape[3], settings)
+    order = in_parts(distances, q.shape[1] // k.shape[1], q.shape[3], settings)
     return attended(kernel, order, q, Keys(keys, values, ids), own, scores.sinks, settings)
 
 

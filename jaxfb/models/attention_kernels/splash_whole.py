@@ -44,7 +44,7 @@ def splash_attention(
     settings = Settings(splash.block_size(length), window, scores.softcap, interpret)
     blocks = length // settings.block
     kernel = _kernel(heads, length, window, scores.softcap, interpret)
-    order = in_parts(in_order(blocks, blocks), size, settings)
+    order = in_parts(in_order(blocks, blocks), heads // key.shape[2], size, settings)
     q, k, v = (x.swapaxes(1, 2) for x in (splash.scaled(query), key, value))
     out: Any = attended(kernel, order, q, Keys(k, v, segments), segments, scores.sinks, settings)
     return out.swapaxes(1, 2)
