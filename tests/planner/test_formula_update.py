@@ -41,7 +41,7 @@ def test_multi_token_prediction_keeps_its_residuals_beside_a_pipeline_too():
         ("8b mesh.fsdp=16", "v5p:2x2x4", 14.89, 2.548),
         ("8b mesh.fsdp=64 batch.rows=256", "v5p:4x4x4", 5.40, 2.424),  # more devices than layers
         ("1b batch.rows=128 parallel.remat=selective parallel.fsdp_gather=step", "v5p:2x2x4", 12.85, 0.361),
-        ("1b", "v5p:2x2x1", 8.61, 0.962),
+        ("1b", "v5p:2x2x1", 8.61, 0.951),
         ("8b-h100 mesh.fsdp=32 batch.rows=128 batch.rows_per_microbatch=4", "gpu:h100x32", 13.52, 1.210),
     ],
 )
