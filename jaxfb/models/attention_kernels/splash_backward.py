@@ -12,12 +12,13 @@ Shapes: R = rows, T = queries, S = keys, H = heads, G = kv heads, K = head size,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial, reduce
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxfb.mesh import kind_here
@@ -107,12 +108,15 @@ def gradients(
     """
     cut = lambda x: jnp.split(x, len(order), axis=1 if x.ndim == 2 else 2)  # noqa: E731
     of_parts = zip(*(cut(x) if x is not None else [None] * len(order) for x in queries), strict=True)
-    found = [
-        _of_part(part, Queries(*of_part), keys, settings, dtype)
-        for part, of_part in zip(order, of_parts, strict=True)
-    ]
-    d_query, d_key, d_value = zip(*found, strict=True)
-    return jnp.concatenate(d_query, 2), reduce(jnp.add, d_key), reduce(jnp.add, d_value)
+    d_queries, sums = [], None
+    for part, (query, *others) in zip(order, of_parts, strict=True):
+        if sums is not None:  # else the compiler keeps what each part gives until all are computed
+            query, sums = lax.optimization_barrier((query, sums))
+        d_query, *of_keys = _of_part(part, Queries(query, *others), keys, settings, dtype)
+        d_queries.append(d_query)
+        sums = of_keys if sums is None else [*map(jnp.add, sums, of_keys)]
+    assert sums is not None
+    return jnp.concatenate(d_queries, 2), *sums
 
 
 def of_own(queries: Queries, keys: Keys, softcap: float | None, interpret: bool) -> Any:
@@ -350,7 +354,7 @@ def _products(
 
 def _dot(a: jax.Array, b: jax.Array, of_a: int, of_b: int) -> jax.Array:
     """Returns the product in float32 over one dim of each."""
-    return jax.lax.dot_general(a, b, (((of_a,), (of_b,)), ((), ())), preferred_element_type=jnp.float32)
+    return lax.dot_general(a, b, (((of_a,), (of_b,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def _capped(scores: jax.Array, softcap: float | None) -> tuple[jax.Array, jax.Array | float]:
@@ -365,7 +369,7 @@ def _seen(shape: tuple[int, ...], distance: jax.Array | None, settings: Settings
     """Returns which of [keys, queries] the causal mask and the window leave."""
     if distance is None:
         return None
-    place = jax.lax.broadcasted_iota(jnp.int32, shape, 1) - jax.lax.broadcasted_iota(jnp.int32, shape, 0)
+    place = lax.broadcasted_iota(jnp.int32, shape, 1) - lax.broadcasted_iota(jnp.int32, shape, 0)
     behind = place + distance * settings.block
     seen = behind >= 0
     return seen if settings.window is None else seen & (behind < settings.window)
