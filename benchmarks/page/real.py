@@ -252,6 +252,10 @@ SECTIONS = (
         - "State on the host" keeps the optimizer state in the host's memory, so that a model fits on chips for which
           the compiler refuses it otherwise. Moving that state twice over the host's link, almost none of it
           hidden, is part of the step.
+        - Attention's gradients are computed by one kernel, with five products, in jaxfb's rows of 32k and 128k tokens without
+          "memory used", and in those of 8B on v5p:4x4x4 and v6e:8x8 with fsdp 64, with jaxfb's options, accum dtype and
+          nothing else in the name but "memory used". Jaxfb's other rows were compiled before, with the two kernels and
+          seven products of JAX's library; compiled again they would take less: 1 to 3% of the step at {seq:,} tokens.
         - "Half a layer ahead" is `parallel.gather_ahead=half`: less HBM, since only attention's parameters are gathered
           while the layer before computes. The rows with a tensor or context axis do so by default; on chips
           without SparseCores nothing is gathered ahead, since the compiler overlaps gathers with matmuls by itself.

@@ -116,7 +116,8 @@ def gradients(
         d_queries.append(d_query)
         sums = of_keys if sums is None else [*map(jnp.add, sums, of_keys)]
     assert sums is not None
-    return jnp.concatenate(d_queries, 2), *sums
+    d_key, d_value = sums
+    return jnp.concatenate(d_queries, 2), d_key, d_value
 
 
 def of_own(queries: Queries, keys: Keys, softcap: float | None, interpret: bool) -> Any:
