@@ -32,6 +32,7 @@ from report import RESULTS, machine
 
 from jaxfb.config import Config, load_config
 from jaxfb.mesh import mesh_sizes
+from jaxfb.models.attention_kernels import splash_gradients
 from jaxfb.models.config import flops_per_token
 from jaxfb.planner import Topology, parse_topology
 from jaxfb.planner.counts import num_microbatches, schedule_name
@@ -177,6 +178,7 @@ def numbers(text: str, config: Config, topology_name: str, work: Routed | None =
     return {
         "step_s": round(step, 3),
         **host,
+        **({"one_kernel_of_gradients": True} if splash_gradients.NAME in text else {}),
         "work_s": round(cost.work_seconds, 3),
         "products_s": round(cost.product_seconds, 3),
         "collectives_s": round(

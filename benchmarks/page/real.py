@@ -52,6 +52,11 @@ def spares_memory(name: str) -> bool:
     return name.endswith("nothing ahead")
 
 
+def is_older(side: str, row: dict) -> bool:
+    """Whether attention's gradients are two kernels in a program of jaxfb."""
+    return side.startswith("jaxfb") and not row.get("one_kernel_of_gradients", False)
+
+
 def _shortest(row: dict, *sides: str) -> dict | None:
     return min((row[side] for side in sides if side in row), key=lambda one: one["step_s"], default=None)
 
@@ -81,7 +86,10 @@ def facts(result: Result) -> dict:
         if {"jaxfb", "maxtext"} <= row.keys()
     ]
     possible = bounds(result)
+    programs = [one for row in result["rows"].values() for one in row.items() if one[0].startswith("jaxfb")]
     return {
+        "programs": len(programs),
+        "starred": sum(is_older(*one) for one in programs),
         "bound_least": min(possible.values()),
         "bound_most": max(possible.values()),
         "bound_of": max(possible, key=lambda name: possible[name]),
@@ -128,7 +136,18 @@ def table(result: Result) -> list[Table]:
             beside = (over, possible[name] if over is not None else None)
             compiler = (row["compile_cpu_s"], row["peak_memory_gb"])
             memory = (row["hbm_gb"], row["arguments_gb"])
-            rows.append([name, SIDES[side], *memory, *times, share, row["mfu"], *beside, *compiler])
+            rows.append(
+                [
+                    name,
+                    SIDES[side] + "*" * is_older(side, row),
+                    *memory,
+                    *times,
+                    share,
+                    row["mfu"],
+                    *beside,
+                    *compiler,
+                ]
+            )
     return [Table(head, rows)]
 
 
@@ -252,10 +271,9 @@ SECTIONS = (
         - "State on the host" keeps the optimizer state in the host's memory, so that a model fits on chips for which
           the compiler refuses it otherwise. Moving that state twice over the host's link, almost none of it
           hidden, is part of the step.
-        - Attention's gradients are computed by one kernel, with five products, in jaxfb's rows of 32k and 128k tokens without
-          "memory used", and in those of 8B on v5p:4x4x4 and v6e:8x8 with fsdp 64, with jaxfb's options, accum dtype and
-          nothing else in the name but "memory used". Jaxfb's other rows were compiled before, with the two kernels and
-          seven products of JAX's library; compiled again they would take less: 1 to 3% of the step at {seq:,} tokens.
+        - A star marks programs of jaxfb in which attention's gradients are two kernels with seven products, as they were
+          in all of them before: {starred} of {programs}. Compiled again they would have one kernel with five products,
+          and a shorter step.
         - "Half a layer ahead" is `parallel.gather_ahead=half`: less HBM, since only attention's parameters are gathered
           while the layer before computes. The rows with a tensor or context axis do so by default; on chips
           without SparseCores nothing is gathered ahead, since the compiler overlaps gathers with matmuls by itself.

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from jaxfb.models.attention import packed_attention
-from jaxfb.models.attention_kernels import splash, splash_backward, splash_whole
-from jaxfb.models.attention_kernels.splash_backward import Settings, in_parts
+from jaxfb.models.attention_kernels import splash, splash_backward, splash_gradients, splash_whole
+from jaxfb.models.attention_kernels.splash_backward import in_parts
+from jaxfb.models.attention_kernels.splash_gradients import Settings
 from jaxfb.models.attention_kernels.splash_order import NOTHING, apart, in_order, visits, visits_of_devices
 from jaxfb.parallel.scores import Scores
 
@@ -59,7 +60,7 @@ def test_devices_visit_as_many_pairs_each_and_the_last_ones_for_nothing():
     [(8, 1, 2), (7, 2, 2), (4, 2, 2), (3, 4, 2), (2, 4, 2), (1, 4, 1), (0, 4, 1)],
 )
 def test_queries_and_heads_are_cut_until_their_sums_have_their_place(monkeypatch, largest, parts, together):
-    monkeypatch.setattr(splash_backward, "LARGEST_SUMS", largest * OF_ONE_BLOCK)
+    monkeypatch.setattr(splash_gradients, "LARGEST_SUMS", largest * OF_ONE_BLOCK)
     assert len(in_parts(in_order(4, 4), 2, SIZE, Settings(BLOCK))) == parts
     assert splash_backward._heads_at_once(2, SIZE, BLOCK) == together
 
@@ -75,7 +76,7 @@ def test_queries_and_heads_are_cut_until_their_sums_have_their_place(monkeypatch
 )
 def test_gradients_do_not_depend_on_what_has_its_place_at_once(monkeypatch, largest, window, softcap, packed):
     """In float32, to 5e-6 of the largest number: both sum 512 products, in another order."""
-    monkeypatch.setattr(splash_backward, "LARGEST_SUMS", largest * OF_ONE_BLOCK)
+    monkeypatch.setattr(splash_gradients, "LARGEST_SUMS", largest * OF_ONE_BLOCK)
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = zip(keys, (HEADS, KV_HEADS, KV_HEADS, HEADS), strict=True)
     *inputs, cotangent = (jax.random.normal(key, (2, LENGTH, n, SIZE), jnp.float32) for key, n in shapes)
@@ -117,6 +118,6 @@ def test_in_bfloat16_the_sums_are_rounded_once(monkeypatch):
 
 @pytest.mark.parametrize("kind, largest", [("TPU v4", 2**22), ("TPU v5", 2**24), (None, 2**24)])
 def test_a_v4_has_less_memory_for_the_sums(monkeypatch, kind, largest):
-    monkeypatch.setattr(splash_backward, "kind_here", lambda: kind)
-    assert splash_backward._largest() == largest
-    assert splash_backward._limit(jnp.bfloat16) == 2 * largest + splash_backward.BESIDE_THE_SUMS
+    monkeypatch.setattr(splash_gradients, "kind_here", lambda: kind)
+    assert splash_gradients.largest_sums() == largest
+    assert splash_gradients._limit(jnp.bfloat16) == 2 * largest + splash_gradients.BESIDE_THE_SUMS

@@ -21,7 +21,8 @@ import numpy as np
 from jax import lax
 
 from jaxfb.models.attention_kernels import splash
-from jaxfb.models.attention_kernels.splash_backward import Settings, attended, in_parts
+from jaxfb.models.attention_kernels.splash_backward import attended, in_parts
+from jaxfb.models.attention_kernels.splash_gradients import Settings
 from jaxfb.models.attention_kernels.splash_order import seen_blocks, visits_of_devices
 from jaxfb.models.attention_kernels.splash_sums import Keys
 from jaxfb.parallel.collectives import gather_summing_wide

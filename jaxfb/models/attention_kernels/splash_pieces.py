@@ -21,7 +21,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxfb.models.attention_kernels import splash
-from jaxfb.models.attention_kernels.splash_backward import Settings, attended, in_parts, of_own, of_seen
+from jaxfb.models.attention_kernels.splash_backward import attended, in_parts, of_own, of_seen
+from jaxfb.models.attention_kernels.splash_gradients import Settings
 from jaxfb.models.attention_kernels.splash_order import in_order
 from jaxfb.models.attention_kernels.splash_sums import (
     Keys,

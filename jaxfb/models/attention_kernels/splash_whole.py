@@ -11,7 +11,8 @@ from typing import Any
 import jax
 
 from jaxfb.models.attention_kernels import splash
-from jaxfb.models.attention_kernels.splash_backward import Settings, attended, in_parts
+from jaxfb.models.attention_kernels.splash_backward import attended, in_parts
+from jaxfb.models.attention_kernels.splash_gradients import Settings
 from jaxfb.models.attention_kernels.splash_order import in_order
 from jaxfb.models.attention_kernels.splash_sums import Keys
 from jaxfb.parallel.scores import PLAIN, Scores

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from jaxfb.models.attention_kernels.splash import block_size
-from jaxfb.models.attention_kernels.splash_backward import NAME
+from jaxfb.models.attention_kernels.splash_gradients import NAME
 from jaxfb.models.tiles import OUTER_PRODUCT, PRODUCT
 
 _RAGGED = "ragged-dot"  # what XLA for TPUs makes of `lax.ragged_dot`
@@ -30,7 +30,7 @@ def kernel_flops(name: str, operands: Sequence[tuple[int, ...]], share: float = 
         places of queries, without rows, or with three tables, of which each device has its own, the masks [N, block,
         block] last. A ragged product's are tables, rows [S, D] and matrices [L, D, F]; those of the kernels for GPUs in
         `jaxfb.models.grouped_kernels` three tables, rows [S, D], and matrices or the other rows [S, F]. Those of
-        `splash_backward` are three tables [N] of visits and queries [R, H, T, K].
+        `splash_gradients` are three tables [N] of visits and queries [R, H, T, K].
       share: of the rows of a ragged or grouped product, those that there are; the others are space for the worst case.
     """
     if name.startswith(_RAGGED):
