@@ -271,9 +271,9 @@ SECTIONS = (
         - "State on the host" keeps the optimizer state in the host's memory, so that a model fits on chips for which
           the compiler refuses it otherwise. Moving that state twice over the host's link, almost none of it
           hidden, is part of the step.
-        - A star marks programs of jaxfb in which attention's gradients are two kernels with seven products, as they were
-          in all of them before: {starred} of {programs}. Compiled again they would have one kernel with five products,
-          and a shorter step.
+        - A star marks programs of jaxfb in which attention's gradients are two kernels with seven products:
+          {starred} of {programs}. Compiled again they would have one kernel with five products, and a shorter step. The
+          others were compiled beside other work, which makes the CPU time of compiling up to twice as long.
         - "Half a layer ahead" is `parallel.gather_ahead=half`: less HBM, since only attention's parameters are gathered
           while the layer before computes. The rows with a tensor or context axis do so by default; on chips
           without SparseCores nothing is gathered ahead, since the compiler overlaps gathers with matmuls by itself.
