@@ -2762,7 +2762,7 @@ MUTATIONS = (
     Mutation(
         "formula_forgets_what_waits_for_other_pieces",
         "planner/formula/memory.py",
-        "return of_layers + waiting_bytes(config, sizes)",
+        "return of_layers + waiting_bytes(config, sizes, topology)",
         "return of_layers",
         "planner/test_formula.py::test_pieces_wait_for_one_another",
     ),

@@ -69,8 +69,8 @@ def test_queries_and_heads_are_cut_until_their_sums_have_their_place(monkeypatch
     "largest, window, softcap, packed",
     [
         (8, None, None, False),
-        pytest.param(4, None, 2.0, True, marks=pytest.mark.slow),
-        pytest.param(2, 200, None, True, marks=pytest.mark.slow),
+        (4, None, 2.0, True),
+        (2, 200, None, True),
         (1, 130, 2.0, True),
     ],
 )
