@@ -708,14 +708,14 @@ MUTATIONS = (
         "models/attention_kernels/splash_gradients.py",
         "@pl.when((visit == 0) & (head == 0))",
         "@pl.when(head == 0)",
-        "models/test_splash_backward.py::test_gradients_do_not_depend_on_what_has_its_place_at_once",
+        "models/test_splash_backward.py::test_gradients_do_not_depend_on_how_many_sums_fit",
     ),
     Mutation(
         "blocks_that_end_a_window_are_seen_whole",
         "models/attention_kernels/splash_gradients.py",
         "(far + 1) * settings.block <= window",
         "far * settings.block <= window",
-        "models/test_splash_backward.py::test_gradients_do_not_depend_on_what_has_its_place_at_once",
+        "models/test_splash_backward.py::test_gradients_do_not_depend_on_how_many_sums_fit",
     ),
     Mutation(
         "sinks_take_nothing_from_the_first_block",

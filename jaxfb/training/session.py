@@ -55,7 +55,7 @@ class Run(AbstractContextManager["Run"]):
     say:       prints a line above the progress.
     phases:    where the time goes.
     kept:      JSON values that the guards save with each checkpoint.
-    versions:  of all that decides the bits beside the config, read at the start: later no file may be opened.
+    versions:  of all that decides the bits beside the config, read at the start: a save must not need more open files.
     unwritten: records that metrics.jsonl did not take; saved with each checkpoint, and written when the run continues.
     goodput:   the share of the time that went into applied updates, and what took the rest.
     ending:    receives what is to be called when the run ends in any way, after all is saved.

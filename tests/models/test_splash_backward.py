@@ -1,4 +1,4 @@
-"""The backward of splash attention: what it visits, and its numbers where not all sums have their place at once."""
+"""The backward of splash attention: what it visits, and its numbers where not all sums fit at once."""
 
 from functools import partial
 
@@ -11,7 +11,7 @@ from jaxfb.models.attention import packed_attention
 from jaxfb.models.attention_kernels import splash, splash_backward, splash_gradients, splash_whole
 from jaxfb.models.attention_kernels.splash_backward import in_parts
 from jaxfb.models.attention_kernels.splash_gradients import Settings
-from jaxfb.models.attention_kernels.splash_order import NOTHING, apart, in_order, visits, visits_of_devices
+from jaxfb.models.attention_kernels.splash_order import NOTHING, in_order, unmasked, visits, visits_of_devices
 from jaxfb.parallel.scores import Scores
 
 BLOCK = 128
@@ -49,7 +49,7 @@ def test_keys_that_nothing_sees_are_visited_for_their_zeros():
 
 
 def test_devices_visit_as_many_pairs_each_and_the_last_ones_for_nothing():
-    found = visits_of_devices(np.stack([in_order(2, 4), apart(2, 4)]), BLOCK)
+    found = visits_of_devices(np.stack([in_order(2, 4), unmasked(2, 4)]), BLOCK)
     first, second = (pairs([x[device] for x in found]) for device in range(2))
     assert first == [(0, 0), (1, 0), (1, 1)] and len(second) == 8
     assert found.keys.shape == (2, 8) and found.keys[0].tolist() == [0, 0, 1, 2, 3, 3, 3, 3]
@@ -59,7 +59,7 @@ def test_devices_visit_as_many_pairs_each_and_the_last_ones_for_nothing():
     "largest, parts, together",
     [(8, 1, 2), (7, 2, 2), (4, 2, 2), (3, 4, 2), (2, 4, 2), (1, 4, 1), (0, 4, 1)],
 )
-def test_queries_and_heads_are_cut_until_their_sums_have_their_place(monkeypatch, largest, parts, together):
+def test_queries_and_heads_are_cut_until_their_sums_fit(monkeypatch, largest, parts, together):
     monkeypatch.setattr(splash_gradients, "LARGEST_SUMS", largest * OF_ONE_BLOCK)
     assert len(in_parts(in_order(4, 4), 2, SIZE, Settings(BLOCK))) == parts
     assert splash_backward._heads_at_once(2, SIZE, BLOCK) == together
@@ -74,7 +74,7 @@ def test_queries_and_heads_are_cut_until_their_sums_have_their_place(monkeypatch
         (1, 130, 2.0, True),
     ],
 )
-def test_gradients_do_not_depend_on_what_has_its_place_at_once(monkeypatch, largest, window, softcap, packed):
+def test_gradients_do_not_depend_on_how_many_sums_fit(monkeypatch, largest, window, softcap, packed):
     """In float32, to 5e-6 of the largest number: both sum 512 products, in another order."""
     monkeypatch.setattr(splash_gradients, "LARGEST_SUMS", largest * OF_ONE_BLOCK)
     keys = jax.random.split(jax.random.key(0), 4)

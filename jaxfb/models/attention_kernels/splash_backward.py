@@ -3,8 +3,8 @@
 JAX's library has it as two kernels, one for queries and one for keys and values: seven products of a block of queries
 with a block of keys, and the exponentials of its scores twice. Here they are five, and once. (The library's fused
 kernel writes a gradient of the queries for every block of keys, rounded to the compute dtype, in memory that grows with
-the square of the length.) For this the gradients of the queries of heads that share keys stay in the chip's own memory,
-as sums in float32, until all keys have been seen; of so many queries at once as have their place there.
+the square of the length.) The gradients of queries are summed in float32 in the chip's own memory until all keys have
+been seen. Where those of all queries do not fit in it, the queries are cut into parts, which are computed in turn.
 
 Shapes: R = rows, T = queries, S = keys, H = heads, G = kv heads, K = head size, N = visits.
 """
@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxfb.models.attention_kernels import splash, splash_gradients
 from jaxfb.models.attention_kernels.splash_gradients import Settings, largest_sums
-from jaxfb.models.attention_kernels.splash_order import Visits, apart, in_order, visits
+from jaxfb.models.attention_kernels.splash_order import Visits, in_order, unmasked, visits
 from jaxfb.models.attention_kernels.splash_sums import Keys, Queries, attend, sinks_gradient
 
 
@@ -60,17 +60,17 @@ attended.defvjp(_forward, _backward)
 
 
 def in_parts(
-    distances: np.ndarray, heads: int, size: int, settings: Settings, of: Any = visits
+    distances: np.ndarray, heads: int, size: int, settings: Settings, make: Any = visits
 ) -> tuple[Visits, ...]:
-    """Returns the visits of each of the equal parts into which queries are cut so that the sums have their place.
+    """Returns the visits of each equal part of the queries, so many that the sums of one fit in the chip's memory.
 
     Args:
       distances: i32[..., blocks of queries, blocks of keys], how many blocks the queries are behind the keys.
       heads: that share keys. size: of a head.
-      of: makes the visits of a part.
+      make: (distances, block, window) -> the visits of a part.
     """
     number = _parts(distances.shape[-2], _heads_at_once(heads, size, settings.block), size, settings.block)
-    return tuple(of(part, settings.block, settings.window) for part in np.split(distances, number, -2))
+    return tuple(make(part, settings.block, settings.window) for part in np.split(distances, number, -2))
 
 
 def _parts(blocks: int, heads: int, size: int, block: int) -> int:
@@ -102,17 +102,19 @@ def gradients(
     return jnp.concatenate(d_queries, 2), d_key, d_value
 
 
-def of_own(queries: Queries, keys: Keys, softcap: float | None, interpret: bool) -> Any:
-    """Returns the gradients, in float32, that a causal mask of these tokens leaves."""
-    return _of_as_many(in_order, queries, keys, softcap, interpret)
+def causal_gradients(queries: Queries, keys: Keys, softcap: float | None, interpret: bool) -> Any:
+    """Returns the gradients, in float32, of causal attention of tokens to themselves and those before."""
+    return _gradients_of(in_order, queries, keys, softcap, interpret)
 
 
-def of_seen(queries: Queries, keys: Keys, softcap: float | None, interpret: bool) -> Any:
+def unmasked_gradients(queries: Queries, keys: Keys, softcap: float | None, interpret: bool) -> Any:
     """Returns the gradients, in float32, where all queries see all keys, of which there are as many."""
-    return _of_as_many(apart, queries, keys, softcap, interpret)
+    return _gradients_of(unmasked, queries, keys, softcap, interpret)
 
 
-def _of_as_many(distances: Any, queries: Queries, keys: Keys, softcap: float | None, interpret: bool) -> Any:
+def _gradients_of(
+    distances: Any, queries: Queries, keys: Keys, softcap: float | None, interpret: bool
+) -> Any:
     length, size = queries.query.shape[2:]
     settings = Settings(splash.block_size(length), None, softcap, interpret)
     blocks, shared = length // settings.block, queries.query.shape[1] // keys.key.shape[1]
@@ -129,9 +131,9 @@ def _of_part(visits: Visits, queries: Queries, keys: Keys, settings: Settings, d
 
 
 def _heads_at_once(shared: int, size: int, block: int) -> int:
-    """Returns of how many of the heads that share keys the sums of a block have their place; mostly all.
+    """Returns for how many of the heads that share keys the sums of one block of queries fit: nearly always all.
 
-    The gradients of keys are whole then. Fewer heads at once give more of them to sum, in memory that takes.
+    With fewer, each group of heads has its own gradients of the keys, which take memory until they are added.
     """
     fits = lambda n: n == 1 or n * _bytes(block, size) <= largest_sums()  # noqa: E731
     return max(n for n in range(1, shared + 1) if shared % n == 0 and fits(n))

@@ -1,6 +1,6 @@
 """The Pallas kernel of a TPU that computes the gradients of attention, each score once.
 
-The gradients of the queries of heads that share keys stay in the chip's own memory, as sums in float32, until all keys
+The gradients of the queries of heads that share keys are summed in float32 in the chip's own memory until all keys
 have been seen.
 
 Shapes: R = rows, T = queries, S = keys, H = heads, G = kv heads, K = head size, N = visits.
@@ -23,6 +23,8 @@ from jaxfb.models.attention_kernels.splash_sums import Keys, Queries
 
 NAME = "splash_gradients"
 """The kernel's name begins with this, and ends with the size of its blocks."""
+PRODUCTS = 5
+"""Of a block of queries with a block of keys: scores, their gradient, and those of queries, keys and values."""
 MASKED = -0.7 * float(np.finfo(np.float32).max)
 LARGEST_SUMS = 2**24
 """Bytes of the sums of queries' gradients in a chip's memory; most chips have 64 MB of it or more."""
@@ -41,7 +43,7 @@ class Settings(NamedTuple):
 
 
 def largest_sums() -> int:
-    """Returns how many bytes of sums of queries' gradients have their place in the chip's memory."""
+    """Returns how many bytes of sums of queries' gradients fit in the chip's memory."""
     return LARGEST_SUMS_ON_V4 if kind_here() == "TPU v4" else LARGEST_SUMS
 
 

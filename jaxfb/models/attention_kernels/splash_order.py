@@ -57,7 +57,7 @@ def in_order(queries: int, keys: int, before: int = 0) -> np.ndarray:
     return np.arange(queries)[:, None] + before - np.arange(keys)
 
 
-def apart(queries: int, keys: int) -> np.ndarray:
+def unmasked(queries: int, keys: int) -> np.ndarray:
     """Returns the distances of queries that see all keys."""
     return np.full((queries, keys), FAR)
 

@@ -21,7 +21,12 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxfb.models.attention_kernels import splash
-from jaxfb.models.attention_kernels.splash_backward import attended, in_parts, of_own, of_seen
+from jaxfb.models.attention_kernels.splash_backward import (
+    attended,
+    causal_gradients,
+    in_parts,
+    unmasked_gradients,
+)
 from jaxfb.models.attention_kernels.splash_gradients import Settings
 from jaxfb.models.attention_kernels.splash_order import in_order
 from jaxfb.models.attention_kernels.splash_sums import (
@@ -127,14 +132,14 @@ def _backward(softcap, interpret, saved, d_out):
 
     def add(j, carry):
         d_query, of_keys = carry
-        more, *d_keys = of_seen(queries, _piece(past, j, q.shape[2]), softcap, interpret)
+        more, *d_keys = unmasked_gradients(queries, _piece(past, j, q.shape[2]), softcap, interpret)
         return d_query + more, [put(*both, j) for both in zip(of_keys, d_keys, strict=True)]
 
     def put(whole, d, j):
         d = d.swapaxes(1, 2).astype(whole.dtype)
         return lax.dynamic_update_slice_in_dim(whole, d, j * q.shape[2], 1)
 
-    d_query, d_key, d_value = of_own(queries, Keys(k, v, ids), softcap, interpret)
+    d_query, d_key, d_value = causal_gradients(queries, Keys(k, v, ids), softcap, interpret)
     nothing = [jnp.zeros_like(past.key), jnp.zeros_like(past.value)]
     d_query, (old_keys, old_values) = lax.fori_loop(0, number, add, (d_query, nothing))
     d_sinks = None if sinks is None else sinks_gradient(sinks, queries)

@@ -19,7 +19,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxfb.models.attention_kernels import splash
-from jaxfb.models.attention_kernels.splash_backward import of_own, of_seen
+from jaxfb.models.attention_kernels.splash_backward import causal_gradients, unmasked_gradients
 from jaxfb.models.attention_kernels.splash_sums import (
     Keys,
     Queries,
@@ -94,7 +94,9 @@ def _backward(softcap, interpret, residuals, d_out):
     def add(carry, step):
         d_query, keys, of_keys = carry
         places = _places(q.shape[2], step)
-        dq, *dkv = of_seen(_both(queries, places.queries), _both(keys, places.keys), softcap, interpret)
+        dq, *dkv = unmasked_gradients(
+            _both(queries, places.queries), _both(keys, places.keys), softcap, interpret
+        )
         for number in range(2):
             piece = lambda x, n=number: jnp.split(x, 2)[n]  # noqa: E731
             d_query = _updated(d_query, places.queries[number], lambda x, p=piece: x + p(dq))
@@ -112,7 +114,7 @@ def _backward(softcap, interpret, residuals, d_out):
         return (d_query, behind, pass_on(of_keys)), None
 
     behind = pass_on(keys)
-    d_query, *of_keys = of_own(queries, keys, softcap, interpret)
+    d_query, *of_keys = causal_gradients(queries, keys, softcap, interpret)
     carry, _ = lax.scan(turn, (d_query, behind, pass_on(of_keys)), jnp.arange(1, size_here() - 1))
     d_query, _, of_keys = add(carry, size_here() - 1)
     d_key, d_value = pass_on(of_keys)

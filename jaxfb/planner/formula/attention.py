@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from jaxfb.config import Config
 from jaxfb.models.attention_kernels import splash
+from jaxfb.models.attention_kernels.splash_gradients import PRODUCTS
 from jaxfb.models.config import TransformerConfig, seen_share, twice_seen
 from jaxfb.models.pattern import stack_of
 from jaxfb.planner.attends import attends_over, runs_flash, scores_at_once
@@ -12,8 +13,8 @@ from jaxfb.planner.formula import bias
 from jaxfb.planner.formula.pieces import waiting_turns
 from jaxfb.planner.topology import Topology
 
-_PRODUCTS = 7
-"""Of splash's kernels, two of them in the forward; without scores again in the backward there would be six."""
+_FORWARD_PRODUCTS, _COUNTED_PRODUCTS = 2, 6
+"""Of splash's forward; and those of an update that the model's own operations contain, without scores again."""
 _SCORE_BYTES = {"none": 30}
 """Read and written a query, key and head, where attention makes scores: of two models at two lengths; 35 where
 the forward runs again."""
@@ -39,7 +40,8 @@ def flops_of_kernels(config: Config, sizes: TransformerConfig, topology: Topolog
     turns = _blocks_over_seen(sizes, length, splash.block_size(together)) * waiting_turns(config)
     if not has_backward(config, sizes):
         return attention / 3 * (turns - 1)
-    return attention * ((_PRODUCTS / 6 + again) * turns - 1 - again)
+    products = (_FORWARD_PRODUCTS + PRODUCTS) / _COUNTED_PRODUCTS
+    return attention * ((products + again) * turns - 1 - again)
 
 
 def _blocks_over_seen(sizes: TransformerConfig, length: int, block: int) -> float:

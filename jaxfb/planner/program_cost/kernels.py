@@ -7,14 +7,13 @@ import re
 from collections.abc import Sequence
 
 from jaxfb.models.attention_kernels.splash import block_size
-from jaxfb.models.attention_kernels.splash_gradients import NAME
+from jaxfb.models.attention_kernels.splash_gradients import NAME, PRODUCTS
 from jaxfb.models.tiles import OUTER_PRODUCT, PRODUCT
 
 _RAGGED = "ragged-dot"  # what XLA for TPUs makes of `lax.ragged_dot`
 _GROUPED_TABLES = 5
 _TABLES_ON_GPUS = 3
 _GRADIENTS = re.compile(rf"{NAME}_(\d+)")
-_PRODUCTS_OF_GRADIENTS = 5  # scores, their gradient, and those of queries, keys and values
 _SPLASH = re.compile(r"splash_mha_(fwd|dq|dkv)_")
 # scores and output; scores, their gradient and that of queries; scores, their gradient, those of keys and of values
 _PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
@@ -58,7 +57,7 @@ def kernel_flops(name: str, operands: Sequence[tuple[int, ...]], share: float = 
 def _gradients_flops(block: int, operands: Sequence[tuple[int, ...]]) -> float:
     """Counts a pair of blocks for each visit in the tables [N], of every row and head of queries [R, H, T, K]."""
     (visits,), (rows, heads, _, size) = operands[0], operands[3]
-    return 2.0 * _PRODUCTS_OF_GRADIENTS * rows * heads * size * visits * block**2
+    return 2.0 * PRODUCTS * rows * heads * size * visits * block**2
 
 
 def _pairs_of_own(queries: int, keys: int, block: int, width: int) -> float:
