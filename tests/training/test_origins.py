@@ -3,6 +3,7 @@
 import json
 import shutil
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -15,6 +16,7 @@ from tiny_directory import make
 
 import jaxfb
 from jaxfb.chaos.injectors import with_flipped_bit
+from jaxfb.data import Mixture
 from jaxfb.data.stored.fingerprint import SAMPLE, SAMPLES, sampled_fingerprints
 from jaxfb.inference.model import files_of
 from jaxfb.refusal import Refused
@@ -23,6 +25,7 @@ from jaxfb.training.guard import DeviceFault
 from jaxfb.training.guarding.guards import Guards
 from jaxfb.training.job.agreement import check_agreement
 from jaxfb.training.origins import MISSING, of_run, origins
+from jaxfb.training.rows import own_rows as rows_module
 from jaxfb.training.rows import row_digits
 from jaxfb.training.rows.own_rows import own_rows
 
@@ -121,16 +124,43 @@ def test_a_large_file_is_sampled_from_its_first_byte_to_its_last(tmp_path):
     assert len(seen) == 4
 
 
-@pytest.mark.parametrize("form", ["arrays", "list"])
+class Row(NamedTuple):
+    x: np.ndarray
+
+
+FORMS = {
+    "arrays": lambda x: {"x": x},
+    "named tuple of arrays": Row,
+    "list": lambda x: [{"x": row} for row in x],
+    "list of named tuples": lambda x: [Row(row) for row in x],
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_own_rows_have_a_fingerprint_of_their_values(form):
     def rows(changed=None):
         x = np.arange(12.0).reshape(6, 2)
         if changed is not None:
             x[changed] += 1
-        return own_rows({"x": x} if form == "arrays" else [{"x": row} for row in x], 0)
+        return own_rows(FORMS[form](x), 0)
 
     assert rows().fingerprint() == rows().fingerprint()
     assert len({rows(changed).fingerprint() for changed in (None, 0, 3, 5)}) == 4
+
+
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_rows_that_no_process_has_whole_are_not_compared_with_those_of_a_checkpoint(monkeypatch, is_mixed):
+    """Their fingerprint is that of the parts which a process has: with more processes it would be another one."""
+
+    def rows(x):
+        return own_rows(Mixture({"a": {"x": x}}, {"a": 1}) if is_mixed else {"x": x}, 0)
+
+    saved, changed = rows(np.arange(6.0)).position(0), rows(np.arange(6.0) + 1)
+    with pytest.raises(ValueError, match="other rows"):
+        changed.check_same(saved)
+    monkeypatch.setattr(rows_module, "is_whole", lambda known: False)
+    changed.check_same(saved)
+    changed.check_same(changed.position(0))
 
 
 def test_of_many_own_rows_samples_are_read(monkeypatch):

@@ -19,7 +19,7 @@ from jaxfb.data.mixture import MixedOrder, MixedSources, Mixture
 from jaxfb.data.order import row_order
 from jaxfb.parallel.sharding import automatic
 from jaxfb.refusal import Refused, shown
-from jaxfb.training.rows.row_digits import fingerprint
+from jaxfb.training.rows.row_digits import fingerprint, is_whole
 
 PyTree = Any
 
@@ -114,12 +114,16 @@ class _Indexed:
     def _fingerprint(self) -> str | None:
         return None if self._known is None else fingerprint(self._known, self.num_rows)
 
+    def comparable_fingerprint(self) -> str | None:
+        """Returns the fingerprint that the same rows have in every job; None for arrays cut over processes."""
+        return self.fingerprint() if is_whole(self._known) else None
+
     def position(self, start: int) -> dict[str, Any]:
         # the place among them follows from the number of updates
-        return {"num_rows": self.num_rows, "fingerprint": self.fingerprint()}
+        return {"num_rows": self.num_rows, "fingerprint": self.comparable_fingerprint()}
 
     def check_same(self, position: Mapping[str, Any]) -> None:
-        saved, mine = position.get("fingerprint"), self.fingerprint()
+        saved, mine = position.get("fingerprint"), self.comparable_fingerprint()
         if position.get("num_rows") == self.num_rows and _differ(saved, mine):
             raise Refused(
                 f"[data] the saved run had other rows (fingerprint {saved}, these have {mine}); use its data, another "
@@ -165,10 +169,10 @@ class _Mixed:
         return _batch(lambda place: self._row(window.start + place), window, here)
 
     def fingerprint(self) -> str | None:
-        return str(self._fingerprints())
+        return str({name: source.fingerprint() for name, source in self._sources.items()})
 
     def _fingerprints(self) -> dict[str, str | None]:
-        return {name: source.fingerprint() for name, source in self._sources.items()}
+        return {name: source.comparable_fingerprint() for name, source in self._sources.items()}
 
     def position(self, start: int) -> dict[str, Any]:
         return {"mixture": self._order.to_dict(), "fingerprints": self._fingerprints()}

@@ -22,7 +22,7 @@ def fingerprint(rows: PyTree, num_rows: int) -> str:
       rows: a list of rows, of which at most 4096 are read; or a tree of arrays [num_rows, ...], of which at most 64 MiB
         are.
     """
-    if isinstance(rows, list | tuple):
+    if isinstance(rows, list | tuple) and not hasattr(rows, "_fields"):  # a named tuple is a tree of arrays
         leaves = _leaves([rows[number] for number in _evenly(num_rows, MOST_ROWS)])
     else:
         leaves = _leaves(rows)
@@ -35,6 +35,11 @@ def fingerprint(rows: PyTree, num_rows: int) -> str:
         array = np.asarray(leaf)
         state.update(f"{name} {array.dtype}{array.shape}".encode() + array.tobytes())
     return state.hexdigest()
+
+
+def is_whole(rows: PyTree) -> bool:
+    """Returns whether this process has all values, so that the fingerprint is that of a job of any size."""
+    return all(leaf.is_fully_addressable for leaf in jax.tree.leaves(rows) if isinstance(leaf, jax.Array))
 
 
 def _leaves(tree: PyTree) -> dict[str, Any]:
